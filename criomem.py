@@ -127,10 +127,10 @@ class UnavailableError(CriomemError, ImportError):
 
 
 _STORAGE_ADVICE = {
-    sqlite3.SQLITE_BUSY: "another process holds the write lock; try again or raise busy_timeout_secs",
+    sqlite3.SQLITE_BUSY: "another process holds the write lock; raise busy_timeout_secs",
     sqlite3.SQLITE_FULL: "the disk is full; free some space, the last write was rolled back",
     sqlite3.SQLITE_READONLY: "the file or its folder can't be written; check their rights",
-    sqlite3.SQLITE_CANTOPEN: "the file can't be opened; check that its folder exists and its rights",
+    sqlite3.SQLITE_CANTOPEN: "the file can't be opened; check its folder and rights",
     sqlite3.SQLITE_CORRUPT: "the file is damaged; restore a backup",
     sqlite3.SQLITE_NOTADB: "the file is not a SQLite database",
     sqlite3.SQLITE_IOERR: "the disk failed or is full; the last write was rolled back",
@@ -156,7 +156,7 @@ def _is_busy(error: sqlite3.Error) -> bool:
 
 
 class Item(TypedDict):
-    """One fact as it comes out. Times are milliseconds since 1970 in UTC; unset fields are absent."""
+    """One fact as it comes out; times are milliseconds since 1970 in UTC, unset fields absent."""
 
     namespace: str
     key: str
@@ -181,7 +181,7 @@ class PruneCounts(TypedDict):
 
 
 class CompactReport(TypedDict):
-    """What `Storage.compact` did, in bytes; `reason` says why deleted content may still be there."""
+    """What `Storage.compact` did, in bytes; `reason` says why deleted content may remain."""
 
     bytes_before: int
     bytes_after: int
@@ -567,144 +567,15 @@ def _iso(ms: int) -> str:
 
 # Dropped from a query (not from the index), compared before stemming.
 _STOP_WORDS = frozenset(
-    [
-        "a",
-        "about",
-        "above",
-        "after",
-        "again",
-        "all",
-        "also",
-        "am",
-        "an",
-        "and",
-        "any",
-        "are",
-        "as",
-        "at",
-        "be",
-        "because",
-        "been",
-        "before",
-        "being",
-        "below",
-        "between",
-        "both",
-        "but",
-        "by",
-        "can",
-        "could",
-        "d",
-        "did",
-        "do",
-        "does",
-        "doing",
-        "down",
-        "during",
-        "each",
-        "few",
-        "for",
-        "from",
-        "further",
-        "had",
-        "has",
-        "have",
-        "having",
-        "he",
-        "her",
-        "here",
-        "hers",
-        "herself",
-        "him",
-        "himself",
-        "his",
-        "how",
-        "i",
-        "if",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "itself",
-        "just",
-        "ll",
-        "m",
-        "me",
-        "might",
-        "more",
-        "most",
-        "must",
-        "my",
-        "myself",
-        "no",
-        "nor",
-        "not",
-        "now",
-        "of",
-        "off",
-        "on",
-        "once",
-        "only",
-        "or",
-        "other",
-        "our",
-        "ours",
-        "ourselves",
-        "out",
-        "over",
-        "own",
-        "re",
-        "s",
-        "same",
-        "shall",
-        "she",
-        "should",
-        "so",
-        "some",
-        "such",
-        "t",
-        "than",
-        "that",
-        "the",
-        "their",
-        "theirs",
-        "them",
-        "themselves",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "those",
-        "through",
-        "to",
-        "too",
-        "under",
-        "until",
-        "up",
-        "ve",
-        "very",
-        "was",
-        "we",
-        "were",
-        "what",
-        "when",
-        "where",
-        "which",
-        "while",
-        "who",
-        "whom",
-        "why",
-        "will",
-        "with",
-        "would",
-        "you",
-        "your",
-        "yours",
-        "yourself",
-        "yourselves",
-    ]
+    """
+    a about above after again all also am an and any are as at be because been before being below
+    between both but by can could d did do does doing down during each few for from further had has
+    have having he her here hers herself him himself his how i if in into is it its itself just ll m
+    me might more most must my myself no nor not now of off on once only or other our ours ourselves
+    out over own re s same shall she should so some such t than that the their theirs them themselves
+    then there these they this those through to too under until up ve very was we were what when
+    where which while who whom why will with would you your yours yourself yourselves
+    """.split()  # noqa: SIM905
 )
 
 
@@ -737,14 +608,12 @@ _VOWELS = frozenset("aeiouy")
 
 
 def _stem(word: str) -> str:
-    """A light English stem: plural, -ing, -ed, final e, -ly, y to i. Other alphabets pass through."""
+    """A light English stem: plural, -ing, -ed, e, -ly, y to i. Other alphabets pass through."""
     if len(word) < 4 or not word.isascii():
         return word
     if word.endswith("ies") and not word.endswith(("eies", "aies")):
         word = word[:-3] + "y"
-    elif (word.endswith("es") and not word.endswith(("aes", "ees", "oes"))) or (
-        word.endswith("s") and not word.endswith(("us", "ss"))
-    ):
+    elif word.endswith("s") and not word.endswith(("us", "ss", "aes", "ees", "oes")):
         word = word[:-1]
     for suffix in ("ing", "ed"):
         base = word.removesuffix(suffix)
@@ -1742,7 +1611,7 @@ class _Database:
             pause = min(pause * 1.5, 0.01)
 
     def _reopen_in_child(self) -> None:
-        """After a fork: a file gets new connections, a store in memory goes on with its own copy."""
+        """After a fork a file gets new connections; a store in memory goes on with its copy."""
         if self.path is None:
             writer = self._writer
             self._reset()
@@ -1937,7 +1806,8 @@ def _inside(namespace: str, table: str, *, recursive: bool = True) -> _Where:
         return _condition("")
     sql, params = f"{table}.namespace = :namespace", {"namespace": namespace}
     if recursive:
-        sql = f"({sql} OR ({table}.namespace >= :namespace_from AND {table}.namespace < :namespace_to))"
+        inside = f"{table}.namespace >= :namespace_from AND {table}.namespace < :namespace_to"
+        sql = f"({sql} OR ({inside}))"
         params |= {"namespace_from": namespace + "/", "namespace_to": namespace + "0"}
     return _Where(sql, params, ((_namespace_term(namespace),),) if namespace else (), {})
 

@@ -1,0 +1,63 @@
+"""Fixtures, and the profiles of hypothesis: dev by default, ci where CI is set, deep by hand."""
+
+import os
+
+import pytest
+from helpers import Clock, raw
+from hypothesis import HealthCheck, settings
+
+import criomem
+
+_common = {
+    "deadline": None,
+    "print_blob": True,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("dev", max_examples=50, **_common)
+settings.register_profile("ci", max_examples=100, derandomize=True, **_common)
+settings.register_profile("deep", max_examples=3000, **_common)
+_chosen = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+settings.load_profile(_chosen)
+
+KINDS = ["memory", "file"]
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "memory.db"
+
+
+@pytest.fixture(params=KINDS)
+def store(request, path, clock):
+    """An open store of each kind; whatever a test does to it, the file is sound afterwards."""
+    url = None if request.param == "memory" else path
+    with criomem.Storage(url, clock=clock, durable=False) as opened:
+        yield opened
+        assert opened.check() == []
+
+
+@pytest.fixture
+def file_store(path, clock):
+    """For what only a file has."""
+    with criomem.Storage(path, clock=clock, durable=False) as opened:
+        yield opened
+        assert opened.check() == []
+
+
+@pytest.fixture
+def locked_out(path, clock):
+    """A store whose write lock somebody else holds: what needs the lock fails with StorageError."""
+    with criomem.Storage(path, clock=clock, durable=False, busy_timeout_secs=0.001) as opened:
+        opened.remember("a", "k", "walnut")
+        with raw(path) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield opened
+            other.execute("ROLLBACK")
+        assert opened.recall("a", "k")["value"] == "walnut"
+        assert opened.check() == []
