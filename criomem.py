@@ -428,7 +428,7 @@ def _check_name(value: object, field: str) -> str:
         raise ValidationError(
             f"{field} is longer than {MAX_NAME_BYTES} bytes in UTF-8", field=field
         )
-    return str(value)
+    return str.__str__(value)
 
 
 def _check_namespace(value: object, field: str = "namespace", *, root: bool = False) -> str:
@@ -490,7 +490,7 @@ def _check_text(value: object, field: str, max_bytes: int) -> str | None:
         raise ValidationError(f"{field} must be a string or None", field=field)
     if len(value.encode("utf-8", "surrogatepass")) > max_bytes:
         raise ValidationError(f"{field} is longer than {max_bytes:,} bytes in UTF-8", field=field)
-    return str(value)
+    return str.__str__(value)
 
 
 def _gather_text(value: object, field: str, depth: int, parts: list[str]) -> None:
@@ -572,8 +572,8 @@ _STOP_WORDS = frozenset(
     between both but by can could d did do does doing down during each few for from further had has
     have having he her here hers herself him himself his how i if in into is it its itself just ll m
     me might more most must my myself no nor not now of off on once only or other our ours ourselves
-    out over own re s same shall she should so some such t than that the their theirs them themselves
-    then there these they this those through to too under until up ve very was we were what when
+    out over own re s same shall she should so some such t than that the their theirs them
+    themselves then there these they this those through to too under until up ve very was we were what when
     where which while who whom why will with would you your yours yourself yourselves
     """.split()  # noqa: SIM905
 )
@@ -724,7 +724,8 @@ _PHRASES = (
 )
 
 # SQL reads all operands from one JSON text, so it parses their floats as it does the stored ones.
-# `true` and `false` have the atoms 1 and 0 there, so the type is always compared.
+# `true` and `false` have the atoms 1 and 0 there, so the type is always compared. The CASE keeps
+# text from being parsed as a list, in whatever order SQLite tests the conditions.
 _TAGS_SQL = """FROM json_each({table}.tags) AS t
     WHERE t.atom IN (SELECT v.atom FROM json_each({given}) AS v)"""
 _FIELD_SQL = """EXISTS (
@@ -735,8 +736,9 @@ _KIND_SQL = {
     AND f.atom {compare} (SELECT v.atom FROM json_each({given}) AS v)""",
     "text": """(f.type = 'text'
     AND f.atom {compare} (SELECT v.atom FROM json_each({given}) AS v)
-    OR f.type = 'array' AND EXISTS (SELECT 1 FROM json_each(f.value) AS e WHERE e.type = 'text'
-    AND e.atom {compare} (SELECT v.atom FROM json_each({given}) AS v)))""",
+    OR f.type = 'array' AND EXISTS (
+      SELECT 1 FROM json_each(CASE f.type WHEN 'array' THEN f.value END) AS e
+      WHERE e.type = 'text' AND e.atom {compare} (SELECT v.atom FROM json_each({given}) AS v)))""",
 }
 
 _Scalar = str | int | float | bool
@@ -961,9 +963,9 @@ def _zone(name: object) -> datetime.tzinfo:
     if isinstance(name, str) and name.upper() == "UTC":
         return datetime.UTC
     if isinstance(name, str) and name:
-        import zoneinfo  # slow to import, and most searches are in UTC
-
         with contextlib.suppress(LookupError, ValueError, OSError, ImportError):
+            import zoneinfo  # slow to import, and most searches are in UTC
+
             return zoneinfo.ZoneInfo(name)
     raise _refuse(
         "timezone",
@@ -1033,7 +1035,7 @@ class _Calendar:
         ordinal = max(ordinal - number * _DAY_UNITS.get(unit, 0), 1)
         day = datetime.date.fromordinal(ordinal)
         start = _in_ms(datetime.datetime.combine(day, self.local.time()), self.zone)
-        return min(start, self.now_ms), self.now_ms + 1
+        return start, self.now_ms + 1
 
 
 def _iso_range(text: str, at: _Calendar) -> tuple[int, int] | None:

@@ -61,3 +61,9 @@ def locked_out(path, clock):
             other.execute("ROLLBACK")
         assert opened.recall("a", "k")["value"] == "walnut"
         assert opened.check() == []
+
+
+@pytest.fixture
+def one_scope_term(monkeypatch):
+    """All namespaces, tags and fields have one index term each kind, as if their hashes collided."""
+    monkeypatch.setattr(criomem, "_term", lambda mark, *parts: mark + "collision")

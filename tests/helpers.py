@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import criomem
@@ -333,6 +334,11 @@ def rounded(records):
     return [{**r, "score": round(r["score"], 9)} if "score" in r else r for r in records]
 
 
+def share(part):
+    """The profile's number of examples divided by *part*, for a property that is slow to try."""
+    return max(10, settings.default.max_examples // part)
+
+
 # ---- Strategies of the model --------------------------------------------------------------------
 
 NAMESPACES = ["users", "users/4", "users/42", "users/4/deep", "user", "users-x", "other/4"]
@@ -386,7 +392,13 @@ some_test = (
     | st.dictionaries(st.sampled_from(["$gt", "$gte", "$lt", "$lte"]), _range, min_size=1, max_size=1)
 )
 _moments = st.integers(0, 40).map(lambda secs: int(START * 1000) + secs * 1000)
-some_times = st.dictionaries(st.sampled_from(list(TIMES)), _moments, min_size=1, max_size=2)
+some_times = st.builds(
+    lambda low, high, start, end: {low: start, high: end} if end else {low: start},
+    st.sampled_from(["gte", "gt"]),
+    st.sampled_from(["lte", "lt"]),
+    _moments,
+    st.none() | _moments,
+)
 filters = st.fixed_dictionaries(
     {},
     optional={
