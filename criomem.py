@@ -18,7 +18,6 @@ import sqlite3
 import threading
 import time
 import unicodedata
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -573,8 +572,8 @@ _STOP_WORDS = frozenset(
     have having he her here hers herself him himself his how i if in into is it its itself just ll m
     me might more most must my myself no nor not now of off on once only or other our ours ourselves
     out over own re s same shall she should so some such t than that the their theirs them
-    themselves then there these they this those through to too under until up ve very was we were what when
-    where which while who whom why will with would you your yours yourself yourselves
+    themselves then there these they this those through to too under until up ve very was we were
+    what when where which while who whom why will with would you your yours yourself yourselves
     """.split()  # noqa: SIM905
 )
 
@@ -1227,7 +1226,19 @@ def _roll_back(connection: sqlite3.Connection) -> None:
             connection.execute("ROLLBACK")
 
 
-class _Transaction:
+class _Turn:
+    """One worker's turn with the writing connection. It lasts while `held` is locked: a `with` of
+    a lock ends in C, so no signal can keep a turn from ending."""
+
+    __slots__ = ("held", "pid", "worker")
+
+    def __init__(self) -> None:
+        self.held = threading.Lock()
+        self.pid = os.getpid()
+        self.worker = threading.get_ident()
+
+
+class _Transaction(_Turn):
     """One open write transaction: its connection, its time, and the index work it has collected.
 
     Index work is applied at once, deletes before inserts and both by ascending row id: three
@@ -1235,14 +1246,12 @@ class _Transaction:
     """
 
     __slots__ = (
-        "__weakref__", "_added", "_dropped", "connection", "counts", "now_ms", "pid", "seq",
-        "stamped", "unerased", "worker",
+        "_added", "_dropped", "connection", "counts", "now_ms", "seq", "stamped", "unerased",
     )  # fmt: skip
 
     def __init__(self, connection: sqlite3.Connection) -> None:
+        super().__init__()
         self.connection = connection
-        self.worker = threading.get_ident()
-        self.pid = os.getpid()
         self.now_ms = 0
         self.seq = 0
         self.stamped = False
@@ -1304,23 +1313,13 @@ class _Transaction:
             )  # fmt: skip
 
 
-class _Reading:
-    """Holds the one connection of a store in memory for a read."""
-
-    __slots__ = ("__weakref__", "worker")
-
-    def __init__(self) -> None:
-        self.worker = threading.get_ident()
-
-
 class _Database:
     """The only place that opens, guards and closes connections.
 
-    One connection writes, behind `_gate`; a pool of connections reads beside it. A store in memory
-    has the one connection only, and the gate covers its reads too. Two doors lead in: `read` and
+    One connection writes, by turns; a pool of connections reads beside it. A store in memory
+    has the one connection only, and its reads take turns too. Two doors lead in: `read` and
     `transaction`. Both are generators: a class with `__enter__` leaks its transaction when a signal
-    arrives between two of its lines (measured 2026-11). For the same reason whoever holds the gate
-    is known by a weak reference: a holder that a signal kept from leaving is gone with its frame.
+    arrives between two of its lines (measured 2026-11).
     """
 
     _MAX_IDLE_READERS = 8
@@ -1348,8 +1347,10 @@ class _Database:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._gate = threading.Condition(threading.Lock())
-        self._owner: weakref.ref[_Transaction | _Reading] | None = None
+        self._forked_inside = False
+        self._lock = threading.Lock()  # entered by itself: a Condition's `with` is Python code
+        self._gate = threading.Condition(self._lock)
+        self._turn: _Turn | None = None
         self._pool: list[sqlite3.Connection] = []
         self._writer: sqlite3.Connection | None = None
 
@@ -1359,20 +1360,16 @@ class _Database:
     def read(self, *, snapshot: bool = False) -> Iterator[sqlite3.Connection]:
         """A connection to read with; with *snapshot* all statements see one moment. Inside this
         worker's own transaction: its connection, which sees what was written so far."""
-        self._ready()
-        owner = self._own()
+        self.ready()
+        turn = self._own()
         try:
-            if owner is not None:
-                if isinstance(owner, _Transaction):
-                    owner.write_through()
+            if turn is not None:
+                if isinstance(turn, _Transaction):
+                    turn.write_through()
                 yield self._connection()
             elif self.path is None:
-                reading = _Reading()
-                try:
-                    self._enter(reading)
+                with self._in_turn(_Turn()):
                     yield self._connection()
-                finally:
-                    self._leave(reading)
             else:
                 connection = self._pool.pop() if self._pool else self._connect()
                 try:
@@ -1388,31 +1385,34 @@ class _Database:
     def transaction(self) -> Iterator[_Transaction]:
         """The write lock and one commit at the end, or none of it after any exception. Nested in
         this worker's own transaction: a savepoint of it."""
-        self._ready()
+        self.ready()
         if self.read_only:
             raise StorageError("the store was opened with read_only=True; open it without to write")
-        owner = self._own()
-        if isinstance(owner, _Transaction):
-            with self._savepoint(owner):
-                yield owner
+        if self._forked_inside:
+            raise StorageError(
+                "this process was forked while its parent had a transaction open, and SQLite "
+                "counts the lock as this process's too; write from a process forked before it"
+            )
+        turn = self._own()
+        if isinstance(turn, _Transaction):
+            with self._savepoint(turn):
+                yield turn
             return
         transaction = _Transaction(self._connection())
-        try:
-            self._enter(transaction)
-            self._begin(transaction.connection)
-            transaction.begin(self.now_ms())
-            yield transaction
-            if transaction.pid == os.getpid():  # a forked child leaves its parent's block too
-                transaction.write_through()
-                transaction.connection.execute("COMMIT")
-        except BaseException as error:
-            if transaction.pid == os.getpid() and self._own() is transaction:
-                _roll_back(transaction.connection)
-            if isinstance(error, sqlite3.Error):
-                raise _storage_error(error) from error
-            raise
-        finally:
-            self._leave(transaction)
+        with self._in_turn(transaction):
+            try:
+                self._begin(transaction.connection)
+                transaction.begin(self.now_ms())
+                yield transaction
+                if transaction.pid == os.getpid():  # a forked child leaves its parent's block too
+                    transaction.write_through()
+                    transaction.connection.execute("COMMIT")
+            except BaseException as error:
+                if transaction.pid == os.getpid():
+                    _roll_back(transaction.connection)
+                if isinstance(error, sqlite3.Error):
+                    raise _storage_error(error) from error
+                raise
 
     @contextlib.contextmanager
     def _savepoint(self, transaction: _Transaction) -> Iterator[None]:
@@ -1445,17 +1445,14 @@ class _Database:
     def alone(self, what: str) -> Iterator[sqlite3.Connection]:
         """The writing connection for statements that SQLite allows in no transaction, with this
         process's other writers kept out."""
-        self._ready()
+        self.ready()
         if self._own() is not None:
             raise StorageError(f"{what} can't run inside a transaction; call it after the block")
-        holder = _Reading()
         try:
-            self._enter(holder)
-            yield self._connection()
+            with self._in_turn(_Turn()):
+                yield self._connection()
         except sqlite3.Error as error:
             raise _storage_error(error) from error
-        finally:
-            self._leave(holder)
 
     def copy_to(self, target: str) -> None:
         """Writes a copy as it is at this moment into a new file of mode 0600."""
@@ -1476,7 +1473,7 @@ class _Database:
     @contextlib.contextmanager
     def _copying(self) -> Iterator[sqlite3.Connection]:
         """A connection that may run VACUUM INTO, which a `query_only` one refuses."""
-        self._ready()
+        self.ready()
         if self._own() is not None:
             raise StorageError("backup can't run inside a transaction; call it after the block")
         try:
@@ -1485,9 +1482,9 @@ class _Database:
         except sqlite3.Error as error:
             raise _storage_error(error) from error
 
-    def _look(self, path: str) -> sqlite3.Connection:
+    def _look(self, path: str, mode: str = "mode=ro") -> sqlite3.Connection:
         """A connection that leaves the file's bytes as they are."""
-        uri = Path(path).as_uri() + "?mode=ro"
+        uri = f"{Path(path).as_uri()}?{mode}"
         return sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None)
 
     def size(self) -> int:
@@ -1535,13 +1532,10 @@ class _Database:
         """Closes every connection; the log is folded in only if that takes no waiting."""
         if self.closed:
             return
-        closing = _Reading()
-        try:
-            if self._pid == os.getpid() and self._own() is None:
-                self._enter(closing)
-            self.closed = True
-        finally:
-            self._leave(closing)
+        if self._pid == os.getpid():
+            with self.alone("close"):
+                self.closed = True
+        self.closed = True
         connections = [*self._pool, *([self._writer] if self._writer else [])]
         self._pool.clear()
         if self._pid != os.getpid():
@@ -1552,45 +1546,51 @@ class _Database:
 
     # Who may use the writing connection.
 
-    def _ready(self) -> None:
+    def ready(self) -> None:
         if self.closed:
             raise StorageError("the store is closed; open a new Storage")
         if self._pid != os.getpid():
             self._reopen_in_child()
 
-    def _own(self) -> _Transaction | _Reading | None:
-        """What this worker holds the gate with, if it does."""
-        owner = self._owner() if self._owner is not None else None
-        return owner if owner is not None and owner.worker == threading.get_ident() else None
+    def _own(self) -> _Turn | None:
+        """This worker's turn, if it has one."""
+        turn = self._turn
+        if turn is None or turn.worker != threading.get_ident() or not turn.held.locked():
+            return None
+        return turn
 
-    def _enter(self, owner: _Transaction | _Reading) -> None:
-        with self._gate:
-            if self._is_held():
-                self._await_turn()
-            self._owner = weakref.ref(owner)
+    @contextlib.contextmanager
+    def _in_turn(self, turn: _Turn) -> Iterator[None]:
+        """Waits for the turn, at most `busy_timeout_secs`, and keeps it for the block."""
+        with turn.held:
+            try:
+                with self._lock:
+                    if self._is_taken():
+                        self._await_turn()
+                    self._turn = turn
+                yield
+            finally:
+                with self._lock:
+                    if self._turn is turn:
+                        self._turn = None
+                        self._gate.notify()
 
-    def _is_held(self) -> bool:
-        return self._owner is not None and self._owner() is not None
+    def _is_taken(self) -> bool:
+        return self._turn is not None and self._turn.held.locked()
 
     def _await_turn(self) -> None:
         deadline = time.monotonic() + self._busy_secs
         try:
-            while self._is_held():
+            while self._is_taken():
                 if time.monotonic() >= deadline:
                     raise StorageError(
                         f"another worker has held the store for {self._busy_secs:g} s; "
                         "keep transactions short or raise busy_timeout_secs"
                     )
-                self._gate.wait(0.05)  # woken by `_leave`; a holder that died wakes nobody
+                self._gate.wait(0.05)  # a turn that a signal ended wakes nobody
         except BaseException:
             self._gate.notify()  # the turn may have been this worker's
             raise
-
-    def _leave(self, owner: _Transaction | _Reading) -> None:
-        with self._gate:
-            if self._owner is not None and self._owner() is owner:
-                self._owner = None
-                self._gate.notify()
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         if connection.in_transaction:  # a signal kept the last holder from its rollback
@@ -1622,8 +1622,10 @@ class _Database:
                 _roll_back(writer)
             return
         _inherited.extend([*self._pool, *([self._writer] if self._writer else [])])
+        inside = self._writer is not None and self._writer.in_transaction
         self._reset()
         self._writer = self._connect(writing=True)
+        self._forked_inside = inside
 
     # Opening.
 
@@ -1725,7 +1727,9 @@ class _Database:
             return
         if not header.startswith(b"SQLite format 3\0"):
             raise StorageError("the file is no SQLite database; it was left as it is")
-        with contextlib.closing(self._look(path)) as connection:
+        # Without a log nobody writes, and a look that ignores locks leaves no files behind.
+        mode = "mode=ro" if os.path.exists(path + "-wal") else "immutable=1"
+        with contextlib.closing(self._look(path, mode)) as connection:
             application = connection.execute("PRAGMA application_id").fetchone()[0]
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -2195,7 +2199,10 @@ _ITEM_COLUMNS = """item.id, item.seq, item.namespace, item.key, item.created_at_
   item.updated_at_ms, item.expires_at_ms, item.key_name, item.label, item.description, item.tags,
   item.metadata, item.value"""
 _ITEM_CONTENT = ("label", "description", "tags", "metadata", "value")
-_ITEM_FIELDS = ("namespace", "key", "value", "ttl_secs", "label", "description", "tags", "metadata")
+_ITEM_FIELDS = (
+    *("namespace", "key", "value", "ttl_secs", "label", "description", "tags", "metadata"),
+    "if_absent",
+)
 _ITEM_TIMES = ("created_at_ms", "updated_at_ms", "expires_at_ms")
 _EXPORT_ROWS = 500
 
@@ -2209,6 +2216,7 @@ class _Fact(NamedTuple):
     content: dict[str, str | bytes | None]  # the columns of _ITEM_CONTENT
     words: str
     ttl_ms: int | None
+    if_absent: bool
     created_at_ms: int | None = None
     updated_at_ms: int | None = None
     expires_at_ms: int | None = None
@@ -2278,7 +2286,8 @@ class _Items:
 
     def prepare(
         self, namespace: Any, key: Any, value: Any, *, ttl_secs: Any = None, label: Any = None,
-        description: Any = None, tags: Any = None, metadata: Any = None, place: str = "",
+        description: Any = None, tags: Any = None, metadata: Any = None, if_absent: Any = False,
+        place: str = "",
     ) -> _Fact:  # fmt: skip
         """Everything that can be refused or takes time, before any lock is taken. *place* names
         the item of a batch in errors."""
@@ -2303,7 +2312,8 @@ class _Items:
         }
         words = _item_words(path, [name, *parts, label or "", description or ""], tags, metadata)
         ttl_ms = self._check_ttl(ttl_secs, place + "ttl_secs")
-        return _Fact(path, name, codec.key_name, content, words, ttl_ms)
+        absent = _check_flag(if_absent, place + "if_absent")
+        return _Fact(path, name, codec.key_name, content, words, ttl_ms, absent)
 
     def _check_ttl(self, ttl_secs: object, field: str) -> int | None:
         if ttl_secs is None:
@@ -2340,7 +2350,7 @@ class _Items:
         rest = {name: part for name, part in item.items() if name not in (*_ITEM_TIMES, "kind")}
         return self.prepare_mapping(rest, place)._replace(**given)
 
-    def put(self, transaction: _Transaction, fact: _Fact, *, if_absent: bool = False) -> None:
+    def put(self, transaction: _Transaction, fact: _Fact) -> None:
         """Writes a prepared fact over what is under its key."""
         connection, now_ms = transaction.connection, transaction.now_ms
         old = connection.execute(
@@ -2349,7 +2359,7 @@ class _Items:
         ).fetchone()
         if old is not None:
             live = old[3] is None or old[3] > now_ms
-            if live and if_absent:
+            if live and fact.if_absent:
                 raise DuplicateError(
                     f"the key {fact.key!r} is taken in namespace {fact.namespace!r}", field="key"
                 )
@@ -2586,7 +2596,11 @@ def _sqlite_path(url: object, field: str = "url") -> str | None:
         return None
     if isinstance(url, os.PathLike):
         url = os.fspath(url)
-    if not isinstance(url, str) or not url or "\0" in url:
+    try:
+        fit = isinstance(url, str) and bool(url) and b"\0" not in os.fsencode(url)
+    except UnicodeEncodeError:
+        fit = False
+    if not isinstance(url, str) or not fit:
         raise ValidationError(
             f'{field} must be a path, "sqlite:///file.db", ":memory:" or None for memory',
             field=field,
@@ -2682,6 +2696,7 @@ class Storage:
         return f"Storage({self.url!r})"
 
     def __enter__(self) -> Storage:
+        self._db.ready()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -2749,11 +2764,10 @@ class Storage:
         """
         fact = self._items.prepare(
             namespace, key, value, ttl_secs=ttl_secs, label=label, description=description,
-            tags=tags, metadata=metadata,
+            tags=tags, metadata=metadata, if_absent=if_absent,
         )  # fmt: skip
-        _check_flag(if_absent, "if_absent")
         with self._db.transaction() as transaction:
-            self._items.put(transaction, fact, if_absent=if_absent)
+            self._items.put(transaction, fact)
 
     def remember_many(self, items: Iterable[Mapping[str, Any]]) -> int:
         """Saves many facts in one transaction, all or none; returns how many were read.
@@ -3026,7 +3040,6 @@ class Storage:
         return read
 
     def _put_all(self, facts: Collection[_Fact]) -> None:
-        if facts:
-            with self._db.transaction() as transaction:
-                for fact in facts:
-                    self._items.put(transaction, fact)
+        with self._db.transaction() as transaction:
+            for fact in facts:
+                self._items.put(transaction, fact)

@@ -1,5 +1,6 @@
 """Fixtures, and the profiles of hypothesis: dev by default, ci where CI is set, deep by hand."""
 
+import faulthandler
 import os
 
 import pytest
@@ -21,6 +22,24 @@ _chosen = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") 
 settings.load_profile(_chosen)
 
 KINDS = ["memory", "file"]
+HANGS_AFTER_SECS = 120
+
+
+def pytest_configure(config):
+    """A test that hangs ends the run and shows where every worker stands."""
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        config.hang_report = os.fdopen(os.dup(2), "w")
+
+
+def pytest_unconfigure(config):
+    config.hang_report.close()
+
+
+@pytest.fixture(autouse=True)
+def no_hang(request):
+    faulthandler.dump_traceback_later(HANGS_AFTER_SECS, exit=True, file=request.config.hang_report)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
