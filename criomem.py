@@ -551,8 +551,12 @@ def _check_json(value: object, field: str, max_bytes: int) -> tuple[str, list[st
     return text, parts
 
 
-def _load(text: str | None) -> Any:
-    return None if text is None else json.loads(text)
+def _load(text: str) -> Any:
+    """What `_dump` wrote."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise StorageError("a stored value is damaged; restore a backup") from None
 
 
 def _iso(ms: int) -> str:
@@ -1395,6 +1399,7 @@ class _Database:
             )
         turn = self._own()
         if isinstance(turn, _Transaction):
+            turn.now_ms = max(turn.now_ms, self.now_ms())
             with self._savepoint(turn):
                 yield turn
             return
@@ -1532,8 +1537,10 @@ class _Database:
         """Closes every connection; the log is folded in only if that takes no waiting."""
         if self.closed:
             return
+        if self._own() is not None:
+            raise StorageError("close can't run inside a transaction; call it after the block")
         if self._pid == os.getpid():
-            with self.alone("close"):
+            with self._in_turn(_Turn()):
                 self.closed = True
         self.closed = True
         connections = [*self._pool, *([self._writer] if self._writer else [])]
@@ -2246,7 +2253,7 @@ def _item_record(row: Sequence[Any], codec: _Plain) -> Item:
     for name, stored in zip(_ITEM_CONTENT, content, strict=True):
         if stored is not None:
             text = codec.open(stored, key_name, "item", name, namespace, key)
-            item[name] = text if name in ("label", "description") else json.loads(text)
+            item[name] = text if name in ("label", "description") else _load(text)
     return cast(Item, item)
 
 
@@ -2361,7 +2368,7 @@ class _Items:
             live = old[3] is None or old[3] > now_ms
             if live and fact.if_absent:
                 raise DuplicateError(
-                    f"the key {fact.key!r} is taken in namespace {fact.namespace!r}", field="key"
+                    f"the key is taken in namespace {fact.namespace!r}", field="key"
                 )
             transaction.unindex("item", old[1], old[2])
             if not live:  # starts afresh, with an id and a creation time of its own
@@ -2396,7 +2403,7 @@ class _Items:
         with self._db.transaction() as transaction:
             item = self.find(transaction.connection, namespace, key)
             if item is None:
-                raise NotFoundError(f"no item {key!r} in namespace {namespace!r}", field="key")
+                raise NotFoundError(f"no such item in namespace {namespace!r}", field="key")
             attributes: dict[str, Any] = {
                 name: item.get(name) for name in ("label", "description", "tags", "metadata")
             }
