@@ -7,6 +7,7 @@ from __future__ import annotations
 import calendar
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import logging
@@ -430,12 +431,24 @@ def _check_name(value: object, field: str) -> str:
     return str.__str__(value)
 
 
+_UNFIT_SEGMENT = re.compile(r"(?:^|/)\.{0,2}(?:/|$)")  # empty, "." or ".."
+
+
+@functools.lru_cache(maxsize=4_096)
+def _is_path(text: str) -> bool:
+    """Whether a namespace is fit; most were seen before."""
+    fit = not _UNFIT.search(text) and not _UNFIT_SEGMENT.search(text)
+    return fit and len(text.encode()) <= MAX_NAME_BYTES
+
+
 def _check_namespace(value: object, field: str = "namespace", *, root: bool = False) -> str:
     """A path of segments joined by `/`; "" is the whole store, accepted only where *root* says."""
+    if type(value) is str and _is_path(value):
+        return value
     if root and value == "":
         return ""
     path = _check_name(value, field)
-    if not all(segment and segment not in (".", "..") for segment in path.split("/")):
+    if not _is_path(path):
         raise ValidationError(
             f"{field} must be segments joined by '/', such as 'users/42': none empty, '.' or '..'",
             field=field,
@@ -534,9 +547,9 @@ def _gather_text(value: object, field: str, depth: int, parts: list[str]) -> Non
         )
 
 
-def _dump(value: object) -> str:
-    """Compact JSON text; not escaped, so that text of any script takes its own bytes."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# Compact JSON text; not escaped, so that text of any script takes its own bytes.
+_dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder().raw_decode
 
 
 def _check_json(value: object, field: str, max_bytes: int) -> tuple[str, list[str]]:
@@ -554,9 +567,12 @@ def _check_json(value: object, field: str, max_bytes: int) -> tuple[str, list[st
 def _load(text: str) -> Any:
     """What `_dump` wrote."""
     try:
-        return json.loads(text)
+        value, end = _decode(text)
     except ValueError:
-        raise StorageError("a stored value is damaged; restore a backup") from None
+        end = -1
+    if end != len(text):
+        raise StorageError("a stored value is damaged; restore a backup")
+    return value
 
 
 def _iso(ms: int) -> str:
@@ -663,11 +679,15 @@ class _TermsOfChunk(dict[str, str]):
     faster, 2026-11)."""
 
     def __missing__(self, chunk: str) -> str:
+        if chunk.isascii() and chunk.isalnum() and (chunk.islower() or chunk.isdigit()):
+            return self._keep(chunk, _stem(chunk[:MAX_WORD_CHARS]))
         words = _split_words(chunk)
         terms = [term for word in words for term in _word_terms(word, query=False)]
         if len(words) > 1 and not _unspaced.search(joined := "".join(words)):
             terms.append(_stem(joined[:MAX_WORD_CHARS]))
-        found = " ".join(terms)
+        return self._keep(chunk, " ".join(terms))
+
+    def _keep(self, chunk: str, found: str) -> str:
         if len(self) < 65_536 and len(chunk) <= MAX_WORD_CHARS:
             self[chunk] = found
         return found
@@ -1364,8 +1384,9 @@ class _Database:
     def read(self, *, snapshot: bool = False) -> Iterator[sqlite3.Connection]:
         """A connection to read with; with *snapshot* all statements see one moment. Inside this
         worker's own transaction: its connection, which sees what was written so far."""
-        self.ready()
-        turn = self._own()
+        if self.closed or self._pid != os.getpid():
+            self.ready()
+        turn = self._own() if self._turn is not None else None
         try:
             if turn is not None:
                 if isinstance(turn, _Transaction):
@@ -1381,7 +1402,10 @@ class _Database:
                         connection.execute("BEGIN")
                     yield connection
                 finally:
-                    self._give_back(connection)
+                    if snapshot or self.closed or len(self._pool) >= self._MAX_IDLE_READERS:
+                        self._give_back(connection)
+                    else:
+                        self._pool.append(connection)
         except sqlite3.Error as error:
             raise _storage_error(error) from error
 
@@ -1562,9 +1586,9 @@ class _Database:
     def _own(self) -> _Turn | None:
         """This worker's turn, if it has one."""
         turn = self._turn
-        if turn is None or turn.worker != threading.get_ident() or not turn.held.locked():
+        if turn is None:
             return None
-        return turn
+        return turn if turn.worker == threading.get_ident() and turn.held.locked() else None
 
     @contextlib.contextmanager
     def _in_turn(self, turn: _Turn) -> Iterator[None]:
@@ -1802,10 +1826,11 @@ _SOURCE = {
 }
 
 
-def _scope_terms(namespace: str) -> list[str]:
+@functools.lru_cache(maxsize=4_096)
+def _scope_terms(namespace: str) -> tuple[str, ...]:
     """One index term for the namespace and one for each that it lies in."""
     segments = namespace.split("/")
-    return [_namespace_term("/".join(segments[: i + 1])) for i in range(len(segments))]
+    return tuple(_namespace_term("/".join(segments[: i + 1])) for i in range(len(segments)))
 
 
 def _condition(sql: str, **params: Any) -> _Where:
@@ -2202,10 +2227,9 @@ def _refill_index(transaction: _Transaction, kind: str) -> int:
 # ---- Items ---------------------------------------------------------------------------------------
 
 
-_ITEM_COLUMNS = """item.id, item.seq, item.namespace, item.key, item.created_at_ms,
+_ITEM_COLUMNS = """item.created_at_ms,
   item.updated_at_ms, item.expires_at_ms, item.key_name, item.label, item.description, item.tags,
   item.metadata, item.value"""
-_ITEM_CONTENT = ("label", "description", "tags", "metadata", "value")
 _ITEM_FIELDS = (
     *("namespace", "key", "value", "ttl_secs", "label", "description", "tags", "metadata"),
     "if_absent",
@@ -2220,7 +2244,7 @@ class _Fact(NamedTuple):
     namespace: str
     key: str
     key_name: str | None
-    content: dict[str, str | bytes | None]  # the columns of _ITEM_CONTENT
+    content: dict[str, str | bytes | None]  # sealed columns by name
     words: str
     ttl_ms: int | None
     if_absent: bool
@@ -2232,29 +2256,39 @@ class _Fact(NamedTuple):
 def _item_words(
     namespace: str, texts: Iterable[str], tags: list[str] | None, metadata: dict[str, Any] | None
 ) -> str:
-    terms = _text_terms(texts) + _scope_terms(namespace)
-    terms += [_tag_term(tag) for tag in tags or ()]
-    terms += _metadata_terms(metadata or {})
-    return f" {' '.join(dict.fromkeys(terms))} "
+    marks = [
+        *_scope_terms(namespace),
+        *map(_tag_term, tags or ()),
+        *_metadata_terms(metadata or {}),
+    ]
+    return f" {' '.join(_text_terms(texts))} {' '.join(dict.fromkeys(marks))} "
 
 
-def _item_record(row: Sequence[Any], codec: _Plain) -> Item:
+def _item_record(namespace: str, key: str, row: Sequence[Any], codec: _Plain) -> Item:
     """The record of a row of `_ITEM_COLUMNS`."""
-    _, _, namespace, key, created, updated, expires, key_name, *content = row
-    item: dict[str, Any] = {
+    created, updated, expires, key_name, label, description, tags, metadata, value = row
+
+    def opened(column: str, stored: str | bytes) -> str:
+        return codec.open(stored, key_name, "item", column, namespace, key)
+
+    item: Item = {
         "namespace": namespace,
         "key": key,
-        "value": None,
+        "value": _load(opened("value", value)),
         "created_at_ms": created,
         "updated_at_ms": updated,
     }
     if expires is not None:
         item["expires_at_ms"] = expires
-    for name, stored in zip(_ITEM_CONTENT, content, strict=True):
-        if stored is not None:
-            text = codec.open(stored, key_name, "item", name, namespace, key)
-            item[name] = text if name in ("label", "description") else _load(text)
-    return cast(Item, item)
+    if label is not None:
+        item["label"] = opened("label", label)
+    if description is not None:
+        item["description"] = opened("description", description)
+    if tags is not None:
+        item["tags"] = _load(opened("tags", tags))
+    if metadata is not None:
+        item["metadata"] = _load(opened("metadata", metadata))
+    return item
 
 
 def _check_after(after: object) -> tuple[str, str, int] | None:
@@ -2270,6 +2304,9 @@ def _check_after(after: object) -> tuple[str, str, int] | None:
     raise ValidationError("after must be the last item of the page before", field="after")
 
 
+_FIND_ITEM = f"""
+    SELECT {_ITEM_COLUMNS} FROM item
+    WHERE item.namespace = ?1 AND item.key = ?2 AND {_ITEM_IS_LIVE.replace(":now_ms", "?3")}"""
 _INSERT_ITEM = """
     INSERT INTO item(seq, namespace, key, created_at_ms, updated_at_ms, expires_at_ms,
       wants_vector, key_name, label, description, tags, metadata, words, value)
@@ -2414,12 +2451,8 @@ class _Items:
             self.put(transaction, fact)
 
     def find(self, connection: sqlite3.Connection, namespace: str, key: str) -> Item | None:
-        row = connection.execute(
-            f"""SELECT {_ITEM_COLUMNS} FROM item
-                WHERE item.namespace = :namespace AND item.key = :key AND {_ITEM_IS_LIVE}""",
-            {"namespace": namespace, "key": key, "now_ms": self._db.now_ms()},
-        ).fetchone()
-        return None if row is None else _item_record(row, self._db.codec)
+        row = connection.execute(_FIND_ITEM, (namespace, key, self._db.now_ms())).fetchone()
+        return None if row is None else _item_record(namespace, key, row, self._db.codec)
 
     def search(
         self, namespace: Any, ask: _Ask, after: Any, recursive: Any, filters: dict[str, Any]
@@ -2444,11 +2477,15 @@ class _Items:
         """The records of these rows, in this order."""
         wanted = list(seqs)
         rows = connection.execute(
-            f"""SELECT {_ITEM_COLUMNS} FROM item
+            f"""SELECT item.id, item.seq, item.namespace, item.key, {_ITEM_COLUMNS} FROM item
                 WHERE item.seq IN (SELECT value FROM json_each(?))""",
-            (json.dumps(wanted),),
+            (_dump(wanted),),
         ).fetchall()
-        found = {row[1]: _Found(_item_record(row, self._db.codec), row[0], row[1]) for row in rows}
+        codec = self._db.codec
+        found = {
+            seq: _Found(_item_record(namespace, key, row, codec), id, seq)
+            for id, seq, namespace, key, *row in rows
+        }
         return [found[seq] for seq in wanted if seq in found]
 
     def _place_before(
@@ -2536,15 +2573,15 @@ class _Items:
         changed = 0
         with self._db.transaction() as transaction:
             rows = transaction.connection.execute(
-                f"""SELECT {_ITEM_COLUMNS}, item.words FROM item
+                f"""SELECT item.id, item.seq, item.words, item.namespace, item.key, {_ITEM_COLUMNS}
+                    FROM item
                     WHERE id > ? AND id <= ? ORDER BY id LIMIT ?""",
                 (place, last, size),
             ).fetchall()
-            for *columns, words in rows:
-                derived = self._words_of(_item_record(columns, self._db.codec))
+            for id, seq, words, namespace, key, *row in rows:
+                derived = self._words_of(_item_record(namespace, key, row, self._db.codec))
                 if derived != words:
                     changed += 1
-                    id, seq = columns[:2]
                     transaction.unindex("item", seq, words)
                     transaction.index("item", seq, derived)
                     transaction.connection.execute(
@@ -2565,17 +2602,17 @@ class _Items:
         while True:
             with self._db.read() as connection:
                 rows = connection.execute(
-                    f"""SELECT {_ITEM_COLUMNS} FROM item
+                    f"""SELECT item.namespace, item.key, {_ITEM_COLUMNS} FROM item
                         WHERE {condition}
                           AND (item.namespace, item.key) > (:last_namespace, :last_key)
                         ORDER BY item.namespace, item.key LIMIT {_EXPORT_ROWS}""",
                     where.params | place | {"now_ms": self._db.now_ms()},
                 ).fetchall()
-            for row in rows:
-                yield {"kind": "item", **_item_record(row, self._db.codec)}
+            for namespace, key, *row in rows:
+                yield {"kind": "item", **_item_record(namespace, key, row, self._db.codec)}
             if len(rows) < _EXPORT_ROWS:
                 return
-            place = {"last_namespace": rows[-1][2], "last_key": rows[-1][3]}
+            place = {"last_namespace": rows[-1][0], "last_key": rows[-1][1]}
 
 
 # ---- Storage -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import faulthandler
 import os
 
 import pytest
-from helpers import Clock, raw
+from helpers import Clock, child, raw
 from hypothesis import HealthCheck, settings
 
 import criomem
@@ -84,5 +84,30 @@ def locked_out(path, clock):
 
 @pytest.fixture
 def one_scope_term(monkeypatch):
-    """All namespaces, tags and fields have one index term each kind, as if their hashes collided."""
+    """All namespaces have one index term, all tags, all fields: as if their hashes collided."""
     monkeypatch.setattr(criomem, "_term", lambda mark, *parts: mark + "collision")
+
+
+WRITER = """
+import sys
+import criomem
+with criomem.Storage(sys.argv[1], durable=False) as store:
+    n = 0
+    while True:
+        n += 1
+        with store.transaction():
+            store.remember("pair", "x", n)
+            store.remember("pair", "y", n)
+        if n == 5:
+            print("ready", flush=True)
+"""
+
+
+@pytest.fixture
+def writer(path):
+    """Another process that writes pairs without end."""
+    process = child(WRITER, path)
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.communicate()
