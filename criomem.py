@@ -1396,7 +1396,10 @@ class _Database:
                 with self._in_turn(_Turn()):
                     yield self._connection()
             else:
-                connection = self._pool.pop() if self._pool else self._connect()
+                try:
+                    connection = self._pool.pop()
+                except IndexError:
+                    connection = self._connect()
                 try:
                     if snapshot:
                         connection.execute("BEGIN")
@@ -1564,7 +1567,7 @@ class _Database:
         if self._own() is not None:
             raise StorageError("close can't run inside a transaction; call it after the block")
         if self._pid == os.getpid():
-            with self._in_turn(_Turn()):
+            with contextlib.suppress(StorageError), self._in_turn(_Turn()):  # or another closed it
                 self.closed = True
         self.closed = True
         connections = [*self._pool, *([self._writer] if self._writer else [])]
@@ -1599,6 +1602,8 @@ class _Database:
                     if self._is_taken():
                         self._await_turn()
                     self._turn = turn
+                if self.closed:  # meanwhile
+                    self.ready()
                 yield
             finally:
                 with self._lock:
@@ -2202,7 +2207,11 @@ def _index_faults(connection: sqlite3.Connection, kind: str) -> list[str]:
     faults = []
     if balance:
         faults.append(f"the word index differs from the {kind} rows; run reindex()")
-    counted = connection.execute(f"SELECT {kind}s FROM counter").fetchone()[0]
+    counted, last, newest = connection.execute(
+        f"SELECT {kind}s, seq, (SELECT max(seq) FROM {kind}) FROM counter"
+    ).fetchone()
+    if newest is not None and newest > last:
+        faults.append(f"the counter is behind the {kind} rows; run reindex()")
     if counted != rows:
         faults.append(f"the counter says {counted} {kind} rows, there are {rows}; run reindex()")
     return faults
@@ -2219,6 +2228,8 @@ def _refill_index(transaction: _Transaction, kind: str) -> int:
     )
     sql = f"SELECT count(*) FROM {kind} WHERE words <> ''"
     rows: int = connection.execute(sql).fetchone()[0]
+    newest = connection.execute(f"SELECT max(seq) FROM {kind}").fetchone()[0] or 0
+    transaction.seq = max(transaction.seq, newest)
     transaction.counts[kind] = rows
     transaction.stamped = True
     return rows

@@ -42,6 +42,10 @@ class Clock:
         self.now += secs
 
 
+# What has nothing to do with where the store is kept is tried in one kind alone.
+in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+in_a_file = pytest.mark.parametrize("store", ["file"], indirect=True)
+
 # ---- Children -----------------------------------------------------------------------------------
 
 
