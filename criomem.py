@@ -1818,6 +1818,8 @@ class _Database:
 _SCAN_ROWS = 1_500
 # Up to this many postings are joined in one union; beyond, tiers of words stop early.
 _UNION_POSTINGS = 120_000
+# What it costs to look at a row in a scan, as a share of joining a posting with its row.
+_SCAN_COST = 0.5
 # A word's frequency is estimated from this many of its newest postings.
 _SAMPLE_POSTINGS = 128
 # The first step of a filtered search ranks this many rows more than are asked for.
@@ -1921,7 +1923,7 @@ class _Ranking:
         passed = self._passing(first)
         if len(passed) >= count or len(first) < wanted:
             return passed[:count]
-        if postings > _UNION_POSTINGS and len(passed) * 20 < len(first):
+        if len(passed) * 20 < len(first) and postings > _SCAN_COST * narrowed:
             return self._scan(count)
         self._share *= max(1, len(passed)) / len(first)
         return self._best(present, count, postings, filtered=True)
