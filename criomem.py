@@ -1972,8 +1972,7 @@ class _Ranking:
         """Counts words in every row that passes the filter: for few rows, or a filter that passes
         few."""
         found = " + ".join(
-            f"(instr({self._kind}.words, :word_{i}) > 0) * :weight_{i}"
-            for i in range(len(self._weights))
+            f"(instr(passed.words, :word_{i}) > 0) * :weight_{i}" for i in range(len(self._weights))
         )
         params = self._where.params | {"count": count}
         for i, (word, weight) in enumerate(self._weights.items()):
@@ -1985,10 +1984,12 @@ class _Ranking:
                 f"{self._kind}.seq = {self._table}.rowid", f"{self._table} MATCH :narrow"
             ]  # fmt: skip
             params["narrow"] = self._narrow
+        # The inner LIMIT keeps SQLite from counting words in rows that the filter drops.
         return self._index.execute(
             f"""SELECT seq, weight FROM (
-                  SELECT {self._kind}.seq AS seq, {found} AS weight FROM {source}
-                  WHERE {" AND ".join(conditions) or "1"})
+                  SELECT seq, {found} AS weight FROM (
+                    SELECT {self._kind}.seq AS seq, {self._kind}.words AS words FROM {source}
+                    WHERE {" AND ".join(conditions) or "1"} LIMIT -1) AS passed)
                 WHERE weight > 0 ORDER BY weight DESC, seq DESC LIMIT :count""",
             params,
         ).fetchall()

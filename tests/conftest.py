@@ -85,7 +85,13 @@ def locked_out(path, clock):
 @pytest.fixture
 def one_scope_term(monkeypatch):
     """All namespaces have one index term, all tags, all fields: as if their hashes collided."""
+    remembered = [part for part in vars(criomem).values() if hasattr(part, "cache_clear")]
+    for part in remembered:
+        part.cache_clear()
     monkeypatch.setattr(criomem, "_term", lambda mark, *parts: mark + "collision")
+    yield
+    for part in remembered:
+        part.cache_clear()
 
 
 WRITER = """
