@@ -62,16 +62,20 @@ def child(source, *arguments, **options):
     return subprocess.Popen(command, text=True, **{**pipes, **options})
 
 
-def finish(process, timeout=60):
-    """Wait for a child and give what it printed; its failure is the test's."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"the child hung; it said:\n{out}\n{err}")
-    assert process.returncode == 0, f"the child ended with {process.returncode}:\n{out}\n{err}"
-    return out.strip()
+def finish(*processes, timeout=60):
+    """Wait for children and give what the last one printed; a failure of any is the test's."""
+    said = []
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            err += "(it hung)"
+        said.append((process.returncode, out, err))
+    for code, out, err in said:
+        assert code == 0, f"a child ended with {code}:\n{out}\n{err}"
+    return said[-1][1].strip()
 
 
 def run_child(source, *arguments, **options):

@@ -500,8 +500,7 @@ def test_many_processes_may_open_a_new_file_at_once(tmp_path):
     for opener in openers:
         opener.stdin.write("go\n")
         opener.stdin.flush()
-    for opener in openers:
-        finish(opener)
+    finish(*openers)
     for n in range(25):
         with criomem.Storage(tmp_path / f"{n}.db") as store:
             assert sorted(keys(store.search("a", "walnut"))) == [f"p{n}" for n in range(6)]
