@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompactReport",
     "ConflictError",
     "CriomemError",
     "DuplicateError",
@@ -35,6 +36,7 @@ __all__ = [
     "NotFoundError",
     "PruneCounts",
     "SchemaError",
+    "Stats",
     "Storage",
     "StorageError",
     "UnavailableError",
@@ -2250,6 +2252,7 @@ _ITEM_FIELDS = (
 )
 _ITEM_TIMES = ("created_at_ms", "updated_at_ms", "expires_at_ms")
 _EXPORT_ROWS = 500
+_PAGE_ENDS = 1_024  # where the pages handed out ended: others may rewrite a page's last item
 
 
 class _Fact(NamedTuple):
@@ -2337,10 +2340,11 @@ _UPDATE_ITEM = """
 class _Items:
     """The rows of facts: checked, written, read, searched and deleted here and nowhere else."""
 
-    __slots__ = ("_db",)
+    __slots__ = ("_db", "_page_ends")
 
     def __init__(self, database: _Database) -> None:
         self._db = database
+        self._page_ends: dict[tuple[str, str, int] | None, int] = {}
 
     def prepare(
         self, namespace: Any, key: Any, value: Any, *, ttl_secs: Any = None, label: Any = None,
@@ -2485,7 +2489,12 @@ class _Items:
         with self._db.read(snapshot=True) as index:
             before = self._place_before(index, position)
             scores = _chosen(index, "item", ask, where, before)
-            return _arranged(self._records(index, scores), ask, scores)
+            items: list[Item] = _arranged(self._records(index, scores), ask, scores)
+        if items and ask.text is None:
+            self._page_ends[_check_after(items[-1])] = min(scores)
+            while len(self._page_ends) > _PAGE_ENDS:
+                del self._page_ends[next(iter(self._page_ends))]
+        return items
 
     def _records(self, connection: sqlite3.Connection, seqs: Iterable[int]) -> list[_Found]:
         """The records of these rows, in this order."""
@@ -2505,10 +2514,12 @@ class _Items:
     def _place_before(
         self, connection: sqlite3.Connection, after: tuple[str, str, int] | None
     ) -> int:
-        """The `seq` below which the page after this item begins: its own while the row is as it
-        was, else what was written up to its time."""
+        """The `seq` below which the page after this item begins. Where the page came from another
+        store: the item's own while its row is as it was, else what was written up to its time."""
         if after is None:
             return 2**62
+        if after in self._page_ends:
+            return self._page_ends[after]
         namespace, key, updated = after
         row = connection.execute(
             "SELECT seq FROM item WHERE namespace = ? AND key = ? AND updated_at_ms = ?",

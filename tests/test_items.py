@@ -809,9 +809,6 @@ def test_a_value_is_measured_as_compact_json(store):
     assert len(store.recall("a", "k")["value"]["k"][0]) == room
     with refused():
         store.remember("a", "k", {"k": ["a" * (room + 1), 1, 2]})
-    store.remember("a", "numbers", [1] * ((LIMIT - 1) // 2))
-    with refused():
-        store.remember("a", "numbers", [1] * ((LIMIT - 1) // 2 + 1))
 
 
 @in_memory
