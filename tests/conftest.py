@@ -16,7 +16,7 @@ _common = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
 settings.register_profile("dev", max_examples=50, **_common)
-settings.register_profile("ci", max_examples=100, derandomize=True, **_common)
+settings.register_profile("ci", max_examples=60, derandomize=True, **_common)
 settings.register_profile("deep", max_examples=3000, **_common)
 _chosen = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 settings.load_profile(_chosen)
