@@ -337,6 +337,53 @@ def test_compact_beside_a_reader_says_soon_that_it_has_not_erased(path):
         assert store.check() == []
 
 
+def test_stats_say_whether_deleted_content_is_erased_yet(path):
+    with criomem.Storage(path, durable=False) as store:
+        store.remember("a", "k", "walnut")
+        assert store.stats()["unerased"] is False
+        for lose in (
+            lambda: store.forget("a", "k"),
+            lambda: store.remember("a", "k", "over it"),
+            lambda: store.update("a", "k", label="l"),
+            lambda: store.forget_all("a"),
+        ):
+            store.remember("a", "k", "walnut")
+            lose()
+            assert store.stats()["unerased"] is True
+            assert store.compact()["erased"] is True
+            assert store.stats()["unerased"] is False
+        store.remember("a", "k", "walnut")
+        with raw(path) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM item").fetchall()
+            store.forget("a", "k")
+            store.compact()
+            assert store.stats()["unerased"] is True
+        store.compact()
+        assert store.stats()["unerased"] is False
+
+
+@pytest.mark.parametrize("work", ["prune", "reindex"])
+def test_long_work_that_is_interrupted_keeps_its_chunks_and_goes_on_later(store, clock, work):
+    store.remember_many(
+        {"namespace": "a", "key": f"k{n}", "value": "walnut", "ttl_secs": 1} for n in range(900)
+    )
+    store.remember("a", "stays", "walnut")
+    clock.advance(work == "prune")
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        getattr(store, work)(progress=interrupt)
+    assert store.check() == []
+    if work == "prune":
+        assert 0 < store.prune()["memory_items_deleted"] < 900
+    else:
+        store.reindex()
+    assert len(store.search("a", "walnut", limit=None)) == (1 if work == "prune" else 901)
+
+
 def churn(store, pick):
     """Write and rewrite rows of all sizes, half of them secret; give the keys of those."""
     secret = {}
