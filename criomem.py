@@ -1339,6 +1339,63 @@ class _Transaction(_Turn):
             )  # fmt: skip
 
 
+def _look(path: str, mode: str = "mode=ro") -> sqlite3.Connection:
+    """A connection that leaves the file's bytes as they are."""
+    uri = f"{Path(path).as_uri()}?{mode}"
+    return sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None)
+
+
+def _create_file(path: str, *, read_only: bool) -> None:
+    """Makes a missing file with mode 0600 before SQLite opens it; the log inherits the mode."""
+    if os.path.isdir(path):
+        raise StorageError("the path is a folder; give the path of a file")
+    if os.path.exists(path):
+        return
+    if read_only:
+        raise StorageError("there is no such file, and read_only=True makes none")
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        raise StorageError("the file's folder does not exist; make it first") from None
+    except OSError as error:
+        raise StorageError(f"the file can't be made: {error.strerror}") from error
+
+
+def _look_before_opening(path: str, *, read_only: bool) -> None:
+    """Refuses what is not ours with its bytes unchanged: first by the header, then through a
+    read-only connection, since opening for writing folds a left-over log into the file."""
+    try:
+        with open(path, "rb") as file:
+            header = file.read(100)
+    except OSError as error:
+        raise StorageError(f"the file can't be read: {error.strerror}") from error
+    if not header:
+        if read_only:
+            raise StorageError("the file is empty, and read_only=True makes no store in it")
+        return
+    if not header.startswith(b"SQLite format 3\0"):
+        raise StorageError("the file is no SQLite database; it was left as it is")
+    # Without a log nobody writes, and a look that ignores locks leaves no files behind.
+    mode = "mode=ro" if os.path.exists(path + "-wal") else "immutable=1"
+    with contextlib.closing(_look(path, mode)) as connection:
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if application == 0 and version == 0 and tables == 0 and not read_only:
+        return
+    if application != _APPLICATION_ID:
+        raise StorageError("the file is another application's database; it was left as it is")
+    if version > _SCHEMA_VERSION:
+        raise SchemaError(
+            f"the file has schema {version}, newer than this criomem's {_SCHEMA_VERSION}; "
+            "use the newer criomem"
+        )
+    if version < _SCHEMA_VERSION and read_only:
+        raise SchemaError("the file has an older schema; open it once for writing")
+
+
 class _Database:
     """The only place that opens, guards and closes connections.
 
@@ -1511,15 +1568,10 @@ class _Database:
         if self._own() is not None:
             raise StorageError("backup can't run inside a transaction; call it after the block")
         try:
-            with contextlib.closing(self._look(cast(str, self.path))) as connection:
+            with contextlib.closing(_look(cast(str, self.path))) as connection:
                 yield connection
         except sqlite3.Error as error:
             raise _storage_error(error) from error
-
-    def _look(self, path: str, mode: str = "mode=ro") -> sqlite3.Connection:
-        """A connection that leaves the file's bytes as they are."""
-        uri = f"{Path(path).as_uri()}?{mode}"
-        return sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None)
 
     def size(self) -> int:
         """Bytes of the file and its log, or of the pages in memory."""
@@ -1727,61 +1779,12 @@ class _Database:
             self._writer = self._connect(writing=True)
             self._migrate(self._writer)
             return
-        self._create_file(self.path)
-        self._look_before_opening(self.path)
+        _create_file(self.path, read_only=self.read_only)
+        _look_before_opening(self.path, read_only=self.read_only)
         self._writer = self._connect(writing=True)
         if not self.read_only:
             self._use_log(self._writer)
             self._migrate(self._writer)
-
-    def _create_file(self, path: str) -> None:
-        """Makes a missing file with mode 0600 before SQLite opens it; the log inherits the mode."""
-        if os.path.isdir(path):
-            raise StorageError("the path is a folder; give the path of a file")
-        if os.path.exists(path):
-            return
-        if self.read_only:
-            raise StorageError("there is no such file, and read_only=True makes none")
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        except FileExistsError:
-            return
-        except FileNotFoundError:
-            raise StorageError("the file's folder does not exist; make it first") from None
-        except OSError as error:
-            raise StorageError(f"the file can't be made: {error.strerror}") from error
-
-    def _look_before_opening(self, path: str) -> None:
-        """Refuses what is not ours with its bytes unchanged: first by the header, then through a
-        read-only connection, since opening for writing folds a left-over log into the file."""
-        try:
-            with open(path, "rb") as file:
-                header = file.read(100)
-        except OSError as error:
-            raise StorageError(f"the file can't be read: {error.strerror}") from error
-        if not header:
-            if self.read_only:
-                raise StorageError("the file is empty, and read_only=True makes no store in it")
-            return
-        if not header.startswith(b"SQLite format 3\0"):
-            raise StorageError("the file is no SQLite database; it was left as it is")
-        # Without a log nobody writes, and a look that ignores locks leaves no files behind.
-        mode = "mode=ro" if os.path.exists(path + "-wal") else "immutable=1"
-        with contextlib.closing(self._look(path, mode)) as connection:
-            application = connection.execute("PRAGMA application_id").fetchone()[0]
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if application == 0 and version == 0 and tables == 0 and not self.read_only:
-            return
-        if application != _APPLICATION_ID:
-            raise StorageError("the file is another application's database; it was left as it is")
-        if version > _SCHEMA_VERSION:
-            raise SchemaError(
-                f"the file has schema {version}, newer than this criomem's {_SCHEMA_VERSION}; "
-                "use the newer criomem"
-            )
-        if version < _SCHEMA_VERSION and self.read_only:
-            raise SchemaError("the file has an older schema; open it once for writing")
 
     def _use_log(self, connection: sqlite3.Connection) -> None:
         """Switches to the write-ahead log. Two processes that open a new file at once may refuse
