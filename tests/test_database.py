@@ -155,6 +155,23 @@ def test_whatever_is_raised_rolls_the_whole_transaction_back(store, kind):
     store.remember("a", "next", 1)
 
 
+def test_an_inner_block_that_was_searched_and_fails_undoes_rows_index_and_counts(store):
+    store.remember("a", "old", "walnut")
+    with store.transaction():
+        store.remember("a", "outer", "walnut")
+        with contextlib.suppress(ValueError), store.transaction():
+            store.forget("a", "old")
+            store.remember("a", "inner", "walnut falcon")
+            assert keys(store.search("a", "walnut")) == ["inner", "outer"]
+            store.forget_all("a")
+            store.remember("a/b", "inner", "falcon")
+            raise ValueError
+        assert keys(store.search("a", "walnut falcon")) == ["outer", "old"]
+        assert store.check() == []
+    assert keys(store.search("", "walnut falcon")) == ["outer", "old"]
+    assert store.stats()["items"] == 2
+
+
 def test_a_call_that_fails_inside_a_transaction_undoes_only_itself(store):
     store.remember("a", "taken", 1)
     with store.transaction():

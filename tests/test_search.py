@@ -533,6 +533,17 @@ def test_order_rearranges_the_rows_that_relevance_chose(ranked):
     assert keys(ranked.search("n", limit=2, order="asc")) == ["a", "d"]
 
 
+def test_rows_of_one_millisecond_keep_the_order_in_which_they_were_created(store):
+    for key in ("one", "two", "three"):
+        store.remember("a", key, "walnut")
+    store.update("a", "one", label="touched")
+    store.remember("a", "two", "walnut again")
+    for text in (None, "walnut"):
+        assert keys(store.search("a", text, order_by="created")) == ["three", "two", "one"]
+        assert keys(store.search("a", text, order_by="created", order="asc"))[0] == "one"
+        assert keys(store.search("a", text, order_by="modified")) == ["two", "one", "three"]
+
+
 def test_min_score_leaves_out_what_scores_less(ranked):
     assert keys(ranked.search("n", ASK, min_score=0.75)) == ["a", "b", "c"]
     assert keys(ranked.search("n", ASK, min_score=0.76)) == ["a"]

@@ -294,6 +294,27 @@ def test_reindex_changes_no_result(store, clock):
     assert calls
 
 
+def test_a_forgotten_value_is_overwritten_in_the_file_even_before_compact(file_store, path):
+    for n in range(50):
+        file_store.remember("a", f"k{n}", f"{CANARY}/{n}!")  # no term of the index has these marks
+    with raw(path) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        assert is_in_file(path, f"{CANARY}/7!")
+        file_store.forget_all("a")
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert [n for n in range(50) if is_in_file(path, f"{CANARY}/{n}!")] == []
+
+
+def test_compact_gives_the_room_of_what_was_deleted_back(file_store, path):
+    empty = file_store.compact()["bytes_after"]
+    for n in range(300):
+        file_store.remember("a", f"k{n}", f"{n} " * 1000)
+    file_store.forget_all("a")
+    told = file_store.compact()
+    assert told["bytes_before"] > empty * 2
+    assert told["bytes_after"] < empty * 1.2
+
+
 def test_compact_says_what_it_did(file_store, path):
     for n in range(300):
         file_store.remember("a", f"k{n}", f"{CANARY} " * 40)
