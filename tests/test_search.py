@@ -1,6 +1,7 @@
 """Search by words: what matches, in which order, exactly, under every filter and any query."""
 
 import itertools
+import json
 import math
 import random
 import re
@@ -643,6 +644,21 @@ def test_keyset_pages_stay_right_while_others_write(store):
     assert seen == ["k8", "k7", "k6", "k5", "k4", "k3", "k2", "k0"]
 
 
+def test_keyset_pages_of_one_store_go_on_in_another(file_store, path, clock):
+    for n in range(9):
+        file_store.remember("a", f"k{n}", n)
+        clock.advance(1)
+    with criomem.Storage(path, clock=clock) as other:
+        first = file_store.search("a", limit=3)
+        second = other.search("a", limit=3, after=json.loads(json.dumps(first[-1])))
+        assert keys(second) == ["k5", "k4", "k3"]
+        other.update("a", "k3", label="touched")
+        third = file_store.search("a", limit=2, after=second[-1])
+        assert keys(third) == ["k2", "k1"]
+        file_store.forget("a", "k1")
+        assert keys(other.search("a", after=third[-1])) == ["k0"]
+
+
 def test_keyset_pages_go_on_after_the_last_record_was_touched_or_forgotten(store):
     for n in range(9):
         store.remember("a", f"k{n}", n)
@@ -716,19 +732,20 @@ def test_results_stay_exact_when_every_scope_term_collides(one_scope_term, histo
 LIMITS = {
     "as they are": {},
     "scan alone": {"_SCAN_ROWS": 10**9},
-    "union": {"_SCAN_ROWS": 0},
-    "tiers": {"_SCAN_ROWS": 0, "_UNION_POSTINGS": 0},
+    "union": {"_SCAN_ROWS": 0, "_SCAN_COST": 10**9},
+    "tiers": {"_SCAN_ROWS": 0, "_SCAN_COST": 10**9, "_UNION_POSTINGS": 0},
+    "late scan": {"_SCAN_ROWS": 0, "_SCAN_COST": 0, "_UNION_POSTINGS": 0, "_SPARE_ROWS": 1},
     "tiny": {"_SCAN_ROWS": 2, "_UNION_POSTINGS": 3, "_SAMPLE_POSTINGS": 2, "_SPARE_ROWS": 0},
     "blind": {"_SCAN_ROWS": 0, "_UNION_POSTINGS": 0, "_SAMPLE_POSTINGS": 1, "_SPARE_ROWS": 1},
 }
-WAYS = {  # (method, with the filter inside)
-    ("_scan", None),
-    ("_stream", False),
-    ("_stream", True),
-    ("_union", False),
-    ("_union", True),
-    ("_tiers", False),
-    ("_tiers", True),
+WAYS = {
+    "_scan at once",
+    "_scan after a first step",
+    *(
+        f"{way} {place} the filter"
+        for way in ("_stream", "_union", "_tiers")
+        for place in ("before", "inside")
+    ),
 }
 
 
@@ -779,16 +796,24 @@ def crowd():
 
 def watched(call):
     """The result of *call*, and which ways of ranking it took."""
-    taken = set()
+    taken, ranked_before = set(), False
 
     def profile(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename == criomem.__file__:
-            taken.add((frame.f_code.co_name, frame.f_locals.get("filtered")))
+        nonlocal ranked_before
+        if event != "call" or frame.f_code.co_filename != criomem.__file__:
+            return
+        name = frame.f_code.co_name
+        if name == "_scan":
+            taken.add("_scan after a first step" if ranked_before else "_scan at once")
+        elif name in ("_stream", "_union", "_tiers"):
+            inside = frame.f_locals["filtered"]
+            taken.add(f"{name} {'inside' if inside else 'before'} the filter")
+        ranked_before = ranked_before or name == "_passing"
 
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
-        return call(), taken & WAYS
+        return call(), taken
     finally:
         sys.setprofile(before)
 
