@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import contextvars
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -19,6 +21,7 @@ import sqlite3
 import threading
 import time
 import unicodedata
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +31,26 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 __version__ = "0.1.0"
 
 __all__ = [
+    "BranchRecord",
+    "CheckpointRecord",
     "CompactReport",
     "ConflictError",
     "CriomemError",
     "DuplicateError",
     "Item",
+    "MessageRecord",
     "NotFoundError",
     "PruneCounts",
+    "Retention",
+    "Run",
+    "RunInterruptedError",
     "SchemaError",
     "Stats",
     "Storage",
     "StorageError",
+    "Thread",
+    "ThreadBusyError",
+    "ThreadRecord",
     "UnavailableError",
     "ValidationError",
 ]
@@ -49,6 +61,7 @@ MAX_VALUE_BYTES = 1_048_576
 MAX_VALUE_DEPTH = 100
 MAX_LABEL_BYTES = 1_024
 MAX_DESCRIPTION_BYTES = 16_384
+MAX_STATE_BYTES = 16_777_216
 MAX_TAGS = 64
 MAX_TAG_CHARS = 256
 MAX_FIELDS = 64
@@ -102,6 +115,25 @@ class ConflictError(CriomemError):
     """The data has moved on since it was read."""
 
     code = "conflict"
+
+
+class ThreadBusyError(CriomemError):
+    """Another run holds the thread, after `waited_secs` of waiting."""
+
+    code = "thread_busy"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, thread_id: str = "", waited_secs: float = 0
+    ) -> None:
+        super().__init__(message, field=field)
+        self.thread_id = thread_id
+        self.waited_secs = waited_secs
+
+
+class RunInterruptedError(CriomemError):
+    """The run lost its thread; nothing of the call was written."""
+
+    code = "run_interrupted"
 
 
 class StorageError(CriomemError):
@@ -173,6 +205,68 @@ class Item(TypedDict):
     score: NotRequired[float]
 
 
+class ThreadRecord(TypedDict):
+    """One thread as it comes out; `head` is a checkpoint's id, `saved_at_ms` moves with saves."""
+
+    namespace: str
+    id: str
+    status: str
+    running: bool
+    head: int | None
+    message_count: int
+    created_at_ms: int
+    saved_at_ms: int
+    updated_at_ms: int
+    label: NotRequired[str]
+    tags: NotRequired[list[str]]
+    metadata: NotRequired[dict[str, Any]]
+    thread_of: NotRequired[str]
+    ended_at_ms: NotRequired[int]
+
+
+class MessageRecord(TypedDict):
+    """One message as it comes out, with any other keys that it came with."""
+
+    id: str
+    role: str
+    content: NotRequired[Any]
+    created_at_ms: int
+    updated_at_ms: int
+    checkpoint: int
+    name: NotRequired[str]
+    tags: NotRequired[list[str]]
+    metadata: NotRequired[dict[str, Any]]
+    thread_id: NotRequired[str]
+    namespace: NotRequired[str]
+    score: NotRequired[float]
+
+
+class CheckpointRecord(TypedDict):
+    """One saved point of a thread; ids grow over the whole file."""
+
+    id: int
+    thread_id: str
+    namespace: str
+    parent: int | None
+    created_at_ms: int
+    message_count: int
+    label: NotRequired[str]
+    run_id: NotRequired[str]
+    state: NotRequired[dict[str, Any]]
+    messages: NotRequired[list[MessageRecord]]
+
+
+class BranchRecord(TypedDict):
+    """One line of checkpoints: its last, where it left the current branch, how many are its own."""
+
+    head: int
+    fork: int | None
+    checkpoints: int
+    current: bool
+    created_at_ms: int
+    saved_at_ms: int
+
+
 class PruneCounts(TypedDict):
     """What `Storage.prune` did."""
 
@@ -210,6 +304,20 @@ class Stats(TypedDict):
 
 
 Progress = Callable[[int, int | None], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Rules that `Storage.prune` applies; without any, everything is kept.
+
+    *thread_ttl_secs*: threads last saved that long ago or longer go. *keep_checkpoints*: of each
+    thread the head and the n - 1 checkpoints before it stay, left branches go. *drop_branches*:
+    left branches go, the current one stays whole.
+    """
+
+    thread_ttl_secs: float | None = None
+    keep_checkpoints: int | None = None
+    drop_branches: bool = False
 
 
 # ---- Schema --------------------------------------------------------------------------------------
@@ -342,6 +450,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
              parent INTEGER,               -- checkpoint; NULL at the start, or when pruned
              segment INTEGER REFERENCES segment(id),
              length INTEGER NOT NULL,      -- positions up to here
+             messages INTEGER NOT NULL,    -- of those, messages that were not deleted
              state INTEGER REFERENCES state(id),
              created_at_ms INTEGER NOT NULL,
              run_id TEXT,
@@ -350,25 +459,29 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
            )""",
         "CREATE INDEX checkpoint_thread ON checkpoint(thread, id)",
         "CREATE INDEX checkpoint_state ON checkpoint(state) WHERE state IS NOT NULL",
-        """CREATE TABLE run(
-             thread INTEGER PRIMARY KEY REFERENCES thread(id),
+        """CREATE TABLE run(               -- by name: a thread may be held before it is made
+             namespace TEXT NOT NULL,
+             thread TEXT NOT NULL,
              run_id TEXT NOT NULL,
              actor TEXT,
              fence INTEGER NOT NULL UNIQUE,
+             interrupted INTEGER NOT NULL,
              host TEXT NOT NULL,           -- boot id and process namespace
              pid INTEGER NOT NULL,
              started TEXT NOT NULL,        -- the process's start time
-             beat_ms INTEGER NOT NULL      -- monotonic time of the last renewal
-           )""",
+             beat_ms INTEGER NOT NULL,     -- monotonic time of the last renewal
+             PRIMARY KEY (namespace, thread)
+           ) WITHOUT ROWID""",
         """CREATE TABLE ticket(
              id INTEGER PRIMARY KEY AUTOINCREMENT,
-             thread INTEGER NOT NULL REFERENCES thread(id),
+             namespace TEXT NOT NULL,
+             thread TEXT NOT NULL,
              host TEXT NOT NULL,
              pid INTEGER NOT NULL,
              started TEXT NOT NULL,
              beat_ms INTEGER NOT NULL
            )""",
-        "CREATE INDEX ticket_thread ON ticket(thread, id)",
+        "CREATE INDEX ticket_thread ON ticket(namespace, thread, id)",
         """CREATE TABLE audit(
              seq INTEGER PRIMARY KEY,
              at_ms INTEGER NOT NULL,
@@ -477,6 +590,12 @@ def _check_choice(value: object, field: str, accepted: Sequence[str]) -> str:
 def _check_iterable(value: object, field: str) -> Iterable[Any]:
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise ValidationError(f"{field} must be an iterable of mappings", field=field)
+    return value
+
+
+def _check_mapping(value: object, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValidationError(f"{field} must be a mapping", field=field)
     return value
 
 
@@ -1634,6 +1753,10 @@ class _Database:
 
     # Who may use the writing connection.
 
+    def in_transaction(self) -> bool:
+        """Whether this worker has a transaction open."""
+        return isinstance(self._own(), _Transaction)
+
     def ready(self) -> None:
         if self.closed:
             raise StorageError("the store is closed; open a new Storage")
@@ -1814,6 +1937,27 @@ class _Database:
         except BaseException:
             _roll_back(connection)
             raise
+
+
+# Long work aims at this for one transaction, so that other writers get in.
+_CHUNK_SECS = 0.01
+
+
+def _in_chunks(step: Callable[[int], int], progress: Progress | None, total: int | None) -> int:
+    """Runs `step(size)`, which does up to *size* rows in a transaction of its own and says how
+    many, until it does none; sizes follow the time that a chunk takes."""
+    done, size = 0, 200
+    while True:
+        started = time.perf_counter()
+        count = step(size)
+        if not count:
+            return done
+        done += count
+        if progress is not None:
+            progress(done, total)
+        spent = time.perf_counter() - started
+        size = max(50, min(20_000, round(size * min(2.0, _CHUNK_SECS / max(spent, 1e-6)))))
+        time.sleep(0.0005)  # lets a waiting writer in
 
 
 # ---- Search --------------------------------------------------------------------------------------
@@ -2453,6 +2597,11 @@ class _Items:
             connection.execute(_UPDATE_ITEM, row | {"id": old[0]})
         transaction.index("item", seq, fact.words)
 
+    def put_all(self, facts: Collection[_Fact]) -> None:
+        with self._db.transaction() as transaction:
+            for fact in facts:
+                self.put(transaction, fact)
+
     def change(self, namespace: Any, key: Any, ttl_secs: Any, changes: dict[str, Any]) -> None:
         """Writes a live item again with *changes* to its attributes, and a time to live if one is
         given (... keeps the expiry)."""
@@ -2643,11 +2792,1935 @@ class _Items:
             place = {"last_namespace": rows[-1][0], "last_key": rows[-1][1]}
 
 
+# ---- Threads -------------------------------------------------------------------------------------
+#
+# A run holds a thread by a row of `run`. Its `fence` is a number that only grows, and every write
+# of the run checks it in its own transaction: a process that was stopped and wakes up late finds
+# another's number there and can't write. A holder that died is known by its process id and start
+# time on the same host (boot id and process namespace: a container may share the boot id), else by
+# a lease that no beat renewed. Waiters take tickets and get in by turn.
+
+
+_LEASE_SECS = 30.0
+_BEAT_SECS = 5.0
+_POLL_SECS = (0.002, 0.05)
+
+_runs_of_context: contextvars.ContextVar[tuple[_Lease, ...]] = contextvars.ContextVar(
+    "criomem_runs", default=()
+)
+
+
+def _read_line(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> str:
+    """When a process started, in ticks since boot; "" where /proc doesn't tell."""
+    fields = _read_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 else ""
+
+
+def _host() -> str:
+    """Names this boot and process namespace; "" where they can't be told."""
+    boot = _read_line("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}" if boot else ""
+    except OSError:
+        return ""
+
+
+def _is_alive(pid: int, started: str) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is there and belongs to somebody else
+        pass
+    return not started or _process_start(pid) in (started, "")
+
+
+class _Lease:
+    """One run's hold on a thread."""
+
+    __slots__ = ("__weakref__", "actor", "fence", "lost", "name", "namespace", "pid", "run_id",
+                 "store")  # fmt: skip
+
+    def __init__(
+        self, store: int, namespace: str, name: str, run_id: str, actor: str | None, fence: int
+    ) -> None:
+        self.store = store  # which store of this process
+        self.namespace = namespace
+        self.name = name
+        self.run_id = run_id
+        self.actor = actor
+        self.fence = fence
+        self.pid = os.getpid()
+        self.lost = False
+
+    def verify(self, connection: sqlite3.Connection) -> None:
+        """RunInterruptedError unless the thread is still held under this fence."""
+        row = connection.execute(
+            """SELECT 1 FROM run
+               WHERE namespace = ? AND thread = ? AND fence = ? AND interrupted = 0""",
+            (self.namespace, self.name, self.fence),
+        ).fetchone()
+        if self.lost or row is None or self.pid != os.getpid():
+            self.lost = True
+            raise RunInterruptedError(
+                "the run lost its thread to another run, or the thread was deleted; nothing of "
+                "this call was written"
+            )
+
+
+class _Runs:
+    """Leases and tickets of one store."""
+
+    __slots__ = ("__weakref__", "_db", "_leases", "_lock", "_pulse", "_seen", "_wake")
+
+    def __init__(self, database: _Database) -> None:
+        self._db = database
+        self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._pulse: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._seen: dict[
+            int, tuple[int, float]
+        ] = {}  # fence of another host: beat, when first seen
+
+    def own(self, namespace: str, name: str) -> _Lease | None:
+        """The lease that this context holds on the thread."""
+        for lease in reversed(_runs_of_context.get()):
+            if (lease.store, lease.namespace, lease.name) == (id(self), namespace, name):
+                return lease
+        return None
+
+    def held(self, connection: sqlite3.Connection) -> set[tuple[str, str]]:
+        """The threads that a live run holds."""
+        rows = connection.execute(
+            "SELECT namespace, thread, fence, host, pid, started, beat_ms FROM run"
+        ).fetchall()
+        return {(row[0], row[1]) for row in rows if self._holds(*row[2:])}
+
+    def is_free(self, connection: sqlite3.Connection, namespace: str, name: str) -> bool:
+        """Whether nobody holds the thread or waits for it."""
+        if not connection.execute(
+            """SELECT EXISTS (SELECT 1 FROM run WHERE namespace = ?1 AND thread = ?2)
+                 OR EXISTS (SELECT 1 FROM ticket WHERE namespace = ?1 AND thread = ?2)""",
+            (namespace, name),
+        ).fetchone()[0]:  # fmt: skip
+            return True
+        row = self._holder(connection, namespace, name)
+        waiting = self._first_ticket(connection, namespace, name)
+        return (row is None or not self._holds(*row[:5])) and waiting is None
+
+    def _holds(self, fence: int, host: str, pid: int, started: str, beat_ms: int) -> bool:
+        """Whether the owner of a row lives and renews it."""
+        if self._db.path is None:
+            return pid == os.getpid()
+        now = time.monotonic()
+        if host and host == _host():
+            return _is_alive(pid, started) and now * 1000 - beat_ms < _LEASE_SECS * 1000
+        beat, since = self._seen.get(fence, (None, now))
+        if beat != beat_ms:
+            since = now
+        self._seen[fence] = (beat_ms, since)
+        while len(self._seen) > 10_000:
+            del self._seen[next(iter(self._seen))]
+        return now - since < _LEASE_SECS
+
+    def _first_ticket(
+        self, connection: sqlite3.Connection, namespace: str, name: str
+    ) -> int | None:
+        """The lowest ticket whose owner lives."""
+        for ticket, *owner in connection.execute(
+            """SELECT id, -id, host, pid, started, beat_ms FROM ticket
+               WHERE namespace = ? AND thread = ? ORDER BY id""",
+            (namespace, name),
+        ).fetchall():
+            if self._holds(*owner):
+                return int(ticket)
+        return None
+
+    @contextlib.contextmanager
+    def hold(
+        self, namespace: str, name: str, *, policy: str, timeout: float, run_id: str | None = None,
+        actor: str | None = None,
+    ) -> Iterator[_Lease]:  # fmt: skip
+        """Holds the thread for the block, by turns with others."""
+        lease = None
+        token = None
+        try:
+            lease = self._acquire(namespace, name, policy, timeout, run_id, actor)
+            token = _runs_of_context.set((*_runs_of_context.get(), lease))
+            yield lease
+        finally:
+            if token is not None:
+                _runs_of_context.reset(token)
+            if lease is not None:
+                self._release(lease)
+
+    def _acquire(
+        self, namespace: str, name: str, policy: str, timeout: float, run_id: str | None,
+        actor: str | None,
+    ) -> _Lease:  # fmt: skip
+        """Tries to take the thread until it is free; never waits with the write lock held."""
+        started = renewed = time.monotonic()
+        ticket: int | None = None
+        pause = _POLL_SECS[0]
+        if self._db.in_transaction():
+            policy, timeout = "reject", 0.0
+        lease = _Lease(id(self), namespace, name, run_id or _new_id(self._db.now_ms()), actor, 0)
+        try:
+            while True:
+                waited = time.monotonic() - started
+                force = policy == "interrupt" and waited >= timeout
+                with self._db.transaction() as transaction:
+                    if self._take(transaction, lease, ticket, policy, force=force):
+                        ticket = None
+                        break
+                    if policy == "reject" or waited >= timeout:
+                        raise ThreadBusyError(
+                            f"the thread is running; waited {waited:.1f} s",
+                            thread_id=name, waited_secs=waited,
+                        )  # fmt: skip
+                    if ticket is None:
+                        ticket = self._draw_ticket(transaction.connection, namespace, name)
+                    elif time.monotonic() - renewed >= _BEAT_SECS:
+                        renewed = time.monotonic()
+                        self._renew_ticket(transaction.connection, ticket)
+                while True:
+                    time.sleep(random.uniform(0.5, 1.0) * min(pause, max(0.001, timeout)))
+                    pause = min(pause * 1.5, _POLL_SECS[1])
+                    with self._db.read() as connection:
+                        first = self._first_ticket(connection, namespace, name)
+                        row = self._holder(connection, namespace, name)
+                    if (row is None or not self._holds(*row[:5])) and first in (None, ticket):
+                        break
+                    now = time.monotonic()
+                    late = now - started >= timeout or now - renewed >= _BEAT_SECS
+                    if late or policy == "interrupt":
+                        break
+        finally:
+            if ticket is not None:
+                self._drop_ticket(ticket)
+        with self._lock:
+            self._leases.add(lease)
+            if self._pulse is None and self._db.path is not None:
+                self._start_pulse()
+        return lease
+
+    def _holder(
+        self, connection: sqlite3.Connection, namespace: str, name: str
+    ) -> tuple[Any, ...] | None:
+        row = connection.execute(
+            """SELECT fence, host, pid, started, beat_ms, interrupted, run_id, actor FROM run
+               WHERE namespace = ? AND thread = ?""",
+            (namespace, name),
+        ).fetchone()
+        return cast("tuple[Any, ...] | None", row)
+
+    def _take(
+        self, transaction: _Transaction, lease: _Lease, ticket: int | None, policy: str, *,
+        force: bool,
+    ) -> bool:  # fmt: skip
+        """Takes the thread if it is free and this is its turn; with the policy "interrupt" takes
+        it from a holder, at once for its writes and, if *force*, for good."""
+        connection = transaction.connection
+        place = (lease.namespace, lease.name)
+        holder = self._holder(connection, *place)
+        if holder is not None and self._holds(*holder[:5]) and not force:
+            if policy == "interrupt" and not holder[5]:
+                connection.execute(
+                    "UPDATE run SET interrupted = 1 WHERE namespace = ? AND thread = ?", place
+                )
+            return False
+        if policy != "interrupt" and self._first_ticket(connection, *place) not in (None, ticket):
+            return False
+        lease.fence = transaction.next_seq()
+        connection.execute(
+            """INSERT OR REPLACE INTO run(namespace, thread, run_id, actor, fence, host, pid,
+                 started, beat_ms, interrupted)
+               VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)""",
+            (*place, lease.run_id, lease.actor, lease.fence, *self._owner()),
+        )
+        connection.execute("DELETE FROM ticket WHERE id = ?", (ticket,))
+        return True
+
+    def _owner(self) -> tuple[str, int, str, int]:
+        """The columns that tell who holds a row: host, pid, started, beat_ms."""
+        pid = os.getpid()
+        return _host(), pid, _process_start(pid), int(time.monotonic() * 1000)
+
+    def _renew_ticket(self, connection: sqlite3.Connection, ticket: int) -> None:
+        beat_ms = int(time.monotonic() * 1000)
+        connection.execute("UPDATE ticket SET beat_ms = ? WHERE id = ?", (beat_ms, ticket))
+
+    def _draw_ticket(self, connection: sqlite3.Connection, namespace: str, name: str) -> int:
+        for ticket, *owner in connection.execute(
+            "SELECT id, -id, host, pid, started, beat_ms FROM ticket"
+        ).fetchall():
+            if not self._holds(*owner):
+                connection.execute("DELETE FROM ticket WHERE id = ?", (ticket,))
+        return cast(int, connection.execute(
+            """INSERT INTO ticket(namespace, thread, host, pid, started, beat_ms)
+               VALUES (?, ?, ?, ?, ?, ?)""",
+            (namespace, name, *self._owner()),
+        ).lastrowid)  # fmt: skip
+
+    def _drop_ticket(self, ticket: int) -> None:
+        with contextlib.suppress(StorageError), self._db.transaction() as transaction:
+            transaction.connection.execute(
+                "DELETE FROM ticket WHERE id = ? AND pid = ?", (ticket, os.getpid())
+            )
+
+    def _release(self, lease: _Lease) -> None:
+        """Gives the thread back; a forked child, which runs this too, gives back nothing."""
+        self._leases.discard(lease)
+        if lease.pid != os.getpid():
+            return
+        with contextlib.suppress(StorageError), self._db.transaction() as transaction:
+            transaction.connection.execute("DELETE FROM run WHERE fence = ?", (lease.fence,))
+
+    def _start_pulse(self) -> None:
+        self._wake = threading.Event()
+        self._pulse = threading.Thread(
+            target=_keep_beating, args=(weakref.ref(self), self._wake), daemon=True,
+            name="criomem-leases",
+        )  # fmt: skip
+        self._pulse.start()
+
+    def beat(self) -> bool:
+        """Renews all leases of this process in one statement; False when there are none left."""
+        with self._lock:
+            fences = [lease.fence for lease in self._leases if lease.pid == os.getpid()]
+            if not fences or self._db.closed:
+                self._pulse = None
+                return False
+        try:
+            with self._db.transaction() as transaction:
+                transaction.connection.execute(
+                    "UPDATE run SET beat_ms = ? WHERE fence IN (SELECT value FROM json_each(?))",
+                    (int(time.monotonic() * 1000), json.dumps(fences)),
+                )
+        except StorageError as error:
+            _log.warning("leases of runs could not be renewed: %s", error)
+        return True
+
+    def close(self) -> None:
+        self._wake.set()
+
+
+def _keep_beating(runs: weakref.ref[_Runs], wake: threading.Event) -> None:
+    """Renews a store's leases until it has none, is closed or is gone."""
+    while not wake.wait(_BEAT_SECS):
+        alive = runs()
+        if alive is None or not alive.beat():
+            return
+        del alive
+
+
+_MESSAGE_COLUMNS = """message.name, message.role, message.checkpoint, message.created_at_ms,
+  message.updated_at_ms, message.key_name, message.tags, message.metadata, message.body"""
+_CHECKPOINT_COLUMNS = """checkpoint.id, checkpoint.parent, checkpoint.created_at_ms,
+  checkpoint.messages, checkpoint.run_id, checkpoint.key_name, checkpoint.label"""
+_THREAD_COLUMNS = """thread.namespace, thread.name, thread.status, thread.head,
+  thread.created_at_ms, thread.saved_at_ms, thread.updated_at_ms, thread.ended_at_ms,
+  thread.thread_of, thread.key_name, thread.label, thread.tags, thread.metadata,
+  coalesce((SELECT messages FROM checkpoint WHERE id = thread.head), 0)"""
+_MESSAGE_IS_CURRENT = "message.position < segment.live AND message.role IS NOT NULL"
+# What a record carries beside the message itself; dropped when a record is saved again.
+_RECORD_KEYS = frozenset(
+    {"created_at_ms", "updated_at_ms", "checkpoint", "thread_id", "namespace", "score"}
+)
+# From a checkpoint's segment up to the first, each with the position where it stops counting.
+_CHAIN = """
+    WITH RECURSIVE chain(id, stop, fork, parent) AS (
+      SELECT id, :length, fork, parent FROM segment WHERE id = :segment
+      UNION ALL
+      SELECT segment.id, min(chain.fork, chain.stop), segment.fork, segment.parent
+      FROM chain JOIN segment ON segment.id = chain.parent)
+    SELECT id, fork, stop FROM chain"""
+_PATH = """
+    WITH RECURSIVE path(id, parent, depth) AS (
+      SELECT id, parent, 1 FROM checkpoint WHERE id = :head
+      UNION ALL
+      SELECT checkpoint.id, checkpoint.parent, depth + 1
+      FROM path JOIN checkpoint ON checkpoint.id = path.parent)"""
+
+
+class _Head(NamedTuple):
+    """A thread's row and what its head points at."""
+
+    id: int
+    head: int | None
+    status: str
+    segment: int | None
+    length: int
+    messages: int
+    state: int | None
+
+
+class _Note(NamedTuple):
+    """A message checked, serialised and sealed, ready to be written."""
+
+    name: str
+    role: str
+    key_name: str | None
+    tags: str | bytes | None
+    metadata: str | bytes | None
+    body: str | bytes
+    words: str
+
+
+def _thread_term(namespace: str, name: str) -> str:
+    return _term("\ue003", namespace, name)
+
+
+def _role_term(role: str) -> str:
+    return _term("\ue004", role)
+
+
+def _of_thread(namespace: str, name: str) -> _Where:
+    """Messages of one thread."""
+    sql = "thread.namespace = :of_namespace AND thread.name = :of_thread"
+    params = {"of_namespace": namespace, "of_thread": name}
+    return _Where(sql, params, ((_thread_term(namespace, name),),), {})
+
+
+def _of_role(role: str) -> _Where:
+    return _Where("message.role = :role", {"role": role}, ((_role_term(role),),), {})
+
+
+def _new_id(now_ms: int, place: int = 0) -> str:
+    """An id that sorts by time: 12 hex digits of milliseconds, 4 of the place in a batch."""
+    return f"{now_ms:012x}{place & 0xFFFF:04x}{os.urandom(8).hex()}"
+
+
+def _message_words(
+    namespace: str, thread: str, message: Mapping[str, Any], tags: Any, metadata: Any
+) -> str:
+    texts: list[str] = [message.get("name") or ""]
+    _gather_text(message.get("content"), "content", 1, texts)
+    marks = [*_scope_terms(namespace), _thread_term(namespace, thread), _role_term(message["role"])]
+    marks += [*map(_tag_term, tags or ()), *_metadata_terms(metadata or {})]
+    return f" {' '.join(_text_terms(texts))} {' '.join(dict.fromkeys(marks))} "
+
+
+def _message_record(
+    namespace: str, thread: str, row: Sequence[Any], codec: _Plain
+) -> MessageRecord:
+    """The record of a row of `_MESSAGE_COLUMNS`."""
+    name, role, checkpoint, created, updated, key_name, tags, metadata, body = row
+
+    def opened(column: str, stored: str | bytes) -> Any:
+        return _load(codec.open(stored, key_name, "message", column, namespace, thread, name))
+
+    record: dict[str, Any] = {"id": name, "role": role} | opened("body", body)
+    record["created_at_ms"] = created
+    record["updated_at_ms"] = updated
+    record["checkpoint"] = checkpoint
+    if tags is not None:
+        record["tags"] = opened("tags", tags)
+    if metadata is not None:
+        record["metadata"] = opened("metadata", metadata)
+    return cast(MessageRecord, record)
+
+
+def _checkpoint_record(
+    namespace: str, thread: str, row: Sequence[Any], codec: _Plain
+) -> CheckpointRecord:
+    """The record of a row of `_CHECKPOINT_COLUMNS`."""
+    id, parent, created, messages, run_id, key_name, label = row
+    record: CheckpointRecord = {
+        "id": id,
+        "thread_id": thread,
+        "namespace": namespace,
+        "parent": parent,
+        "created_at_ms": created,
+        "message_count": messages,
+    }
+    if label is not None:
+        record["label"] = codec.open(label, key_name, "checkpoint", "label", namespace, thread)
+    if run_id is not None:
+        record["run_id"] = run_id
+    return record
+
+
+def _thread_record(row: Sequence[Any], codec: _Plain, *, running: bool) -> ThreadRecord:
+    """The record of a row of `_THREAD_COLUMNS`."""
+    (namespace, name, status, head, created, saved, updated, ended, thread_of, key_name, label,
+     tags, metadata, messages) = row  # fmt: skip
+
+    def opened(column: str, stored: str | bytes) -> str:
+        return codec.open(stored, key_name, "thread", column, namespace, name)
+
+    record: ThreadRecord = {
+        "namespace": namespace,
+        "id": name,
+        "status": status,
+        "running": running,
+        "head": head,
+        "message_count": messages,
+        "created_at_ms": created,
+        "saved_at_ms": saved,
+        "updated_at_ms": updated,
+    }
+    if label is not None:
+        record["label"] = opened("label", label)
+    if tags is not None:
+        record["tags"] = _load(opened("tags", tags))
+    if metadata is not None:
+        record["metadata"] = _load(opened("metadata", metadata))
+    if thread_of is not None:
+        record["thread_of"] = thread_of
+    if ended is not None:
+        record["ended_at_ms"] = ended
+    return record
+
+
+def _ancestors(id: int | None, parent: Mapping[int, int | None]) -> Iterator[int]:
+    """A checkpoint and those above it."""
+    while id is not None and id in parent:
+        yield id
+        id = parent[id]
+
+
+_THREAD_FAULTS = {
+    "threads have a head that is not theirs": """
+        SELECT 1 FROM thread LEFT JOIN checkpoint ON checkpoint.id = thread.head
+        WHERE thread.head IS NOT NULL AND checkpoint.thread IS NOT thread.id""",
+    "checkpoints have a parent that is not there": """
+        SELECT 1 FROM checkpoint LEFT JOIN checkpoint AS above ON above.id = checkpoint.parent
+        WHERE checkpoint.parent IS NOT NULL AND above.thread IS NOT checkpoint.thread""",
+    "checkpoints point at another thread's segment or state": """
+        SELECT 1 FROM checkpoint
+        LEFT JOIN segment ON segment.id = checkpoint.segment
+        LEFT JOIN state ON state.id = checkpoint.state
+        WHERE (checkpoint.segment IS NOT NULL AND segment.thread IS NOT checkpoint.thread)
+           OR (checkpoint.state IS NOT NULL AND state.thread IS NOT checkpoint.thread)""",
+    "states belong to no checkpoint": """
+        SELECT 1 FROM state
+        WHERE NOT EXISTS (SELECT 1 FROM checkpoint WHERE checkpoint.state = state.id)""",
+    "segments have gaps in their positions": """
+        SELECT 1 FROM segment JOIN message ON message.segment = segment.id
+        GROUP BY segment.id
+        HAVING min(position) <> fork OR max(position) - min(position) + 1 <> count(*)""",
+    "segments hold no message": """
+        SELECT 1 FROM segment
+        WHERE NOT EXISTS (SELECT 1 FROM message WHERE message.segment = segment.id)""",
+    "deleted messages left content behind": """
+        SELECT 1 FROM message
+        WHERE role IS NULL AND (body IS NOT NULL OR words <> '' OR tags IS NOT NULL)""",
+}
+_INSERT_THREAD = """
+    INSERT INTO thread(seq, saved_seq, namespace, name, thread_of, status, created_at_ms,
+      saved_at_ms, updated_at_ms, key_name, label, tags, metadata)
+    VALUES (:seq, :seq, :namespace, :name, :thread_of, 'active', :created, :now, :now, :key_name,
+      :label, :tags, :metadata)"""
+_DOOMED_CHECKPOINTS = """
+    WITH RECURSIVE kept(id, parent, depth) AS (
+      SELECT checkpoint.id, checkpoint.parent, 1
+      FROM thread CROSS JOIN checkpoint ON checkpoint.id = thread.head
+      WHERE thread.id BETWEEN :low AND :high
+      UNION ALL
+      SELECT checkpoint.id, checkpoint.parent, depth + 1
+      FROM kept CROSS JOIN checkpoint ON checkpoint.id = kept.parent
+      WHERE :keep < 0 OR depth < :keep)
+    SELECT id, thread, thread IN (SELECT value FROM json_each(:busy)) FROM checkpoint
+    WHERE thread BETWEEN :low AND :high AND id NOT IN (SELECT id FROM kept)"""
+
+
+def _check_state(state: object) -> str:
+    if not isinstance(state, dict):
+        raise ValidationError("state must be a dict", field="state")
+    return _check_json(state, "state", MAX_STATE_BYTES)[0]
+
+
+def _check_content(body: Mapping[str, Any], place: str) -> None:
+    """A message's content: text, a dict, a list of dicts; nothing only beside other keys."""
+    content = body.get("content")
+    field = f"{place}.content"
+    if content is None or content == "":
+        if not body.keys() - {"content", "name"}:
+            raise ValidationError(f"{field} must not be empty without other keys", field=field)
+    elif isinstance(content, list | tuple):
+        if not all(isinstance(part, dict) for part in content) or not content:
+            raise ValidationError(f"{field} must be a list of dicts, or text", field=field)
+    elif not isinstance(content, str | dict):
+        raise ValidationError(f"{field} must be text, a dict or a list of dicts", field=field)
+    name = body.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ValidationError(f"{place}.name must be a string", field=f"{place}.name")
+
+
+def _drawn(records: list[CheckpointRecord], head: int | None) -> str:
+    """A line a checkpoint: its branch goes on below it, those left behind are set in."""
+    children: dict[int | None, list[int]] = {}
+    known = {record["id"]: record for record in records}
+    for record in records:
+        parent = record["parent"] if record["parent"] in known else None
+        children.setdefault(parent, []).append(record["id"])
+    current = set(_ancestors(head, {record["id"]: record["parent"] for record in records}))
+    lines: list[str] = []
+    waiting = [(id, "") for id in sorted(children.get(None, ()), key=lambda id: id not in current)]
+    waiting.reverse()
+    while waiting:
+        id, indent = waiting.pop()
+        label = f"  {known[id]['label']}" if "label" in known[id] else ""
+        lines.append(f"{indent}{id}{label}{'  <- head' if id == head else ''}")
+        below = sorted(children.get(id, ()), key=lambda child: child not in current)
+        if below:
+            waiting.append((below[0], indent))
+        waiting += [(left, indent + "| ") for left in reversed(below[1:])]
+        lines += [indent + "|\\"] if below[1:] else []
+    return "\n".join(lines)
+
+
+def _mermaid(records: list[CheckpointRecord], head: int | None) -> str:
+    lines = ["graph TD"]
+    for record in records:
+        id = record["id"]
+        label = record.get("label", "").replace('"', "'").replace("\n", " ")
+        text = f"{id} {label}".strip()
+        lines.append(f'  c{id}(["{text} (head)"])' if id == head else f'  c{id}["{text}"]')
+    known = {record["id"] for record in records}
+    lines += [f"  c{r['parent']} --> c{r['id']}" for r in records if r["parent"] in known]
+    return "\n".join(lines)
+
+
+def _branches(connection: sqlite3.Connection, head: _Head) -> list[BranchRecord]:
+    """One a tip: the head, then the tips left behind, newest first."""
+    rows = connection.execute(
+        "SELECT id, parent, created_at_ms FROM checkpoint WHERE thread = ?", (head.id,)
+    ).fetchall()
+    parent = {id: above for id, above, _ in rows}
+    created = {id: at for id, _, at in rows}
+    current = list(_ancestors(head.head, parent))
+    on_current = set(current)
+    inner = set(parent.values())
+    tips = [id for id in parent if id not in inner and id not in on_current]
+    found: list[BranchRecord] = []
+    for tip in [head.head, *sorted(tips, reverse=True)] if head.head else []:
+        line = list(_ancestors(tip, parent))
+        own = line if tip == head.head else [id for id in line if id not in on_current]
+        fork = parent[own[-1]] if tip != head.head else None
+        found.append(
+            {
+                "head": tip, "fork": fork, "checkpoints": len(own),
+                "current": tip == head.head, "created_at_ms": created[own[-1]],
+                "saved_at_ms": created[tip],
+            }
+        )  # fmt: skip
+    return found
+
+
+def _chosen_threads(
+    now_ms: int, namespace: Any, thread_of: Any, status: Any, filters: dict[str, Any]
+) -> _Where:
+    """The condition of a list of threads."""
+    conditions = [
+        _inside(_check_namespace(namespace, root=True), "thread"),
+        _filters(**filters, now_ms=now_ms, table="thread"),
+    ]
+    if thread_of is not None:
+        parent = _check_name(thread_of, "thread_of")
+        conditions.append(_condition("thread.thread_of = :thread_of", thread_of=parent))
+    if status is not None:
+        _check_choice(status, "status", ("active", "ended"))
+        conditions.append(_condition("thread.status = :status", status=status))
+    return _both(*conditions)
+
+
+class _Threads:
+    """The rows of threads: segments, messages, checkpoints and states, here and nowhere else."""
+
+    __slots__ = ("_db", "runs")
+
+    def __init__(self, database: _Database, runs: _Runs) -> None:
+        self._db = database
+        self.runs = runs
+
+    # Preparing, before any lock is taken.
+
+    def prepare(
+        self, namespace: str, thread: str, message: object, place: str, number: int
+    ) -> _Note:
+        """One message of a batch, of which *place* names it in errors."""
+        given = _check_mapping(message, place)
+        role = given.get("role")
+        if not isinstance(role, str) or not role or _UNFIT.search(role):
+            raise ValidationError(f"{place}.role must be a non-empty string", field=f"{place}.role")
+        id = given.get("id")
+        name = _new_id(self._db.now_ms(), number) if id is None else _check_name(id, f"{place}.id")
+        own = ("id", "role", "tags", "metadata")
+        body = {n: p for n, p in given.items() if n not in own and n not in _RECORD_KEYS}
+        _check_content(body, place)
+        text, _ = _check_json(body, place, MAX_VALUE_BYTES)
+        tags = _check_tags(given.get("tags"), f"{place}.tags") or None
+        metadata = _check_metadata(given.get("metadata"), f"{place}.metadata") or None
+        words = _message_words(namespace, thread, body | {"role": role}, tags, metadata)
+        return self.note(namespace, thread, name, str.__str__(role), tags, metadata, text, words)
+
+    def note(
+        self, namespace: str, thread: str, name: str, role: str, tags: Any, metadata: Any,
+        body: str, words: str,
+    ) -> _Note:  # fmt: skip
+        codec = self._db.codec
+        place = (namespace, thread, name)
+        return _Note(
+            name,
+            role,
+            codec.key_name,
+            None if not tags else codec.seal(_dump(tags), "message", "tags", *place),
+            None if not metadata else codec.seal(_dump(metadata), "message", "metadata", *place),
+            codec.seal(body, "message", "body", *place),
+            words,
+        )
+
+    def attributes(
+        self,
+        namespace: str,
+        name: str,
+        *,
+        label: Any = None,
+        tags: Any = None,
+        metadata: Any = None,
+    ) -> dict[str, Any]:
+        """The sealed columns of a thread's own attributes."""
+        label = _check_text(label, "label", MAX_LABEL_BYTES)
+        tags = _check_tags(tags)
+        metadata = _check_metadata(metadata)
+        texts = {
+            "label": label,
+            "tags": _dump(tags) if tags else None,
+            "metadata": _dump(metadata) if metadata else None,
+        }
+        codec = self._db.codec
+        return {"key_name": codec.key_name} | {
+            column: None if text is None else codec.seal(text, "thread", column, namespace, name)
+            for column, text in texts.items()
+        }
+
+    # Reading.
+
+    def head(self, connection: sqlite3.Connection, namespace: str, name: str) -> _Head | None:
+        row = connection.execute(
+            """SELECT thread.id, head, status, segment, coalesce(length, 0),
+                 coalesce(messages, 0), state
+               FROM thread LEFT JOIN checkpoint ON checkpoint.id = thread.head
+               WHERE namespace = ? AND name = ?""",
+            (namespace, name),
+        ).fetchone()
+        return None if row is None else _Head(*row)
+
+    def checkpoint(self, connection: sqlite3.Connection, head: _Head | None, id: object) -> _Head:
+        """The thread as if its head were at this checkpoint of it."""
+        row = None
+        if head is not None and isinstance(id, int) and abs(id) < 2**63:
+            row = connection.execute(
+                """SELECT segment, length, messages, state FROM checkpoint
+                   WHERE id = ? AND thread = ?""",
+                (id, head.id),
+            ).fetchone()
+        if head is None or row is None:
+            raise NotFoundError("the thread has no such checkpoint", field="checkpoint_id")
+        return _Head(head.id, cast(int, id), head.status, *row)
+
+    def info(self, namespace: str, name: str) -> ThreadRecord | None:
+        found = self.records(_condition(
+            "thread.namespace = :namespace AND thread.name = :name", namespace=namespace, name=name
+        ), "thread.id", 1)  # fmt: skip
+        return found[0][1] if found else None
+
+    def records(self, where: _Where, order: str, count: int) -> list[tuple[int, ThreadRecord]]:
+        with self._db.read(snapshot=True) as connection:
+            rows = connection.execute(
+                f"""SELECT thread.id, {_THREAD_COLUMNS} FROM thread
+                    WHERE {where.sql or "1"} ORDER BY {order} LIMIT :count""",
+                where.params | {"count": count},
+            ).fetchall()
+            held = self.runs.held(connection)
+        codec = self._db.codec
+        return [
+            (id, _thread_record(row, codec, running=(row[0], row[1]) in held)) for id, *row in rows
+        ]
+
+    def page(self, where: _Where, limit: Any, after: Any, order: Any) -> list[ThreadRecord]:
+        """A page of a list, by last save."""
+        count = _check_count(limit, "limit", unlimited=True)
+        direction = _check_choice(order, "order", ("asc", "desc"))
+        if after is not None:
+            where = _both(where, self._beyond(_check_mapping(after, "after"), direction))
+        by = f"thread.saved_at_ms {direction}, thread.id {direction}"
+        return [record for _, record in self.records(where, by, count)]
+
+    def _beyond(self, after: Mapping[str, Any], direction: str) -> _Where:
+        """The threads after one in the order of their last save. One that was saved meanwhile
+        stands where it stood in the record."""
+        saved, namespace, name = (after.get(part) for part in ("saved_at_ms", "namespace", "id"))
+        if (
+            not isinstance(saved, int)
+            or not isinstance(namespace, str)
+            or not isinstance(name, str)
+        ):
+            raise ValidationError("after must be the last thread of the page before", field="after")
+        with self._db.read() as connection:
+            row = connection.execute(
+                "SELECT id FROM thread WHERE namespace = ? AND name = ?", (namespace, name)
+            ).fetchone()
+        sign = "<" if direction == "desc" else ">"
+        place = {"after_ms": saved, "after_id": row[0] if row else -1}
+        return _condition(f"(thread.saved_at_ms, thread.id) {sign} (:after_ms, :after_id)", **place)
+
+    def state_text(
+        self, connection: sqlite3.Connection, namespace: str, name: str, state: int | None
+    ) -> str:
+        if state is None:
+            return "{}"
+        body, key_name = connection.execute(
+            "SELECT body, key_name FROM state WHERE id = ?", (state,)
+        ).fetchone()
+        return self._db.codec.open(body, key_name, "state", "body", namespace, name)
+
+    def chain(self, connection: sqlite3.Connection, head: _Head) -> list[tuple[int, int, int]]:
+        """The segments of a branch from its tip up: (segment, first position, stop)."""
+        return connection.execute(
+            _CHAIN, {"segment": head.segment, "length": head.length}
+        ).fetchall()
+
+    def messages(
+        self, connection: sqlite3.Connection, namespace: str, name: str, head: _Head, count: int,
+        *, before: str | None = None, after: str | None = None, oldest: bool = False,
+    ) -> list[MessageRecord]:  # fmt: skip
+        """Messages of a branch in order: the newest *count* (-1: all), or with *oldest* the
+        first; only those *before* or *after* the message of that id."""
+        chain = self.chain(connection, head)
+        low, high = 0, head.length
+        if before is not None:
+            high = self._position(connection, chain, before)
+        if after is not None:
+            low = self._position(connection, chain, after) + 1
+        found: list[Any] = []
+        direction = "ASC" if oldest else "DESC"
+        for segment, start, stop in reversed(chain) if oldest else chain:
+            left = -1 if count < 0 else count - len(found)
+            if left == 0 or (not oldest and stop <= low):
+                break
+            found += connection.execute(
+                f"""SELECT {_MESSAGE_COLUMNS} FROM message
+                    WHERE segment = ? AND position >= ? AND position < ? AND role IS NOT NULL
+                    ORDER BY position {direction} LIMIT ?""",
+                (segment, max(start, low), min(stop, high), left),
+            ).fetchall()
+        if not oldest:
+            found.reverse()
+        codec = self._db.codec
+        return [_message_record(namespace, name, row, codec) for row in found]
+
+    def _position(
+        self, connection: sqlite3.Connection, chain: list[tuple[int, int, int]], id: str
+    ) -> int:
+        """Where a message stands on a branch; NotFoundError if it isn't there."""
+        stops = {segment: stop for segment, _, stop in chain}
+        for segment, position in connection.execute(
+            "SELECT segment, position FROM message WHERE name = ?", (id,)
+        ).fetchall():
+            if position < stops.get(segment, 0):
+                return int(position)
+        raise NotFoundError("the thread has no such message", field="before")
+
+    def history(
+        self,
+        connection: sqlite3.Connection,
+        namespace: str,
+        name: str,
+        head: int | None,
+        count: int,
+    ) -> list[CheckpointRecord]:
+        rows = connection.execute(
+            f"""{_PATH} SELECT {_CHECKPOINT_COLUMNS}
+                FROM path JOIN checkpoint ON checkpoint.id = path.id
+                ORDER BY depth LIMIT :count""",
+            {"head": head, "count": count},
+        ).fetchall()
+        codec = self._db.codec
+        return [_checkpoint_record(namespace, name, row, codec) for row in rows]
+
+    # Writing, inside a transaction.
+
+    def create(
+        self, transaction: _Transaction, namespace: str, name: str, *,
+        thread_of: str | None = None, created_at_ms: int | None = None, columns: dict[str, Any],
+    ) -> _Head:  # fmt: skip
+        seq = transaction.next_seq()
+        row = {
+            "seq": seq, "namespace": namespace, "name": name, "thread_of": thread_of,
+            "created": transaction.now_ms if created_at_ms is None else created_at_ms,
+            "now": transaction.now_ms, **columns,
+        }  # fmt: skip
+        id = transaction.connection.execute(_INSERT_THREAD, row).lastrowid
+        return _Head(cast(int, id), None, "active", None, 0, 0, None)
+
+    def save(
+        self, transaction: _Transaction, namespace: str, name: str, head: _Head,
+        notes: Sequence[_Note], state: str | None, label: str | bytes | None, run_id: str | None,
+    ) -> _Head:  # fmt: skip
+        """Appends messages, points at the state, adds a checkpoint and moves the head to it."""
+        connection = transaction.connection
+        segment, length = head.segment, head.length
+        self._refuse_taken(connection, head.id, [note.name for note in notes])
+        if notes:
+            segment = self._segment_for(connection, head)
+        state_id = self._state_for(connection, namespace, name, head, state)
+        codec = self._db.codec
+        seq = transaction.next_seq()
+        checkpoint = cast(int, connection.execute(
+            """INSERT INTO checkpoint(thread, parent, segment, length, messages, state,
+                 created_at_ms, run_id, key_name, label)
+               VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
+            (
+                head.id, head.head, segment, length + len(notes), head.messages + len(notes),
+                state_id, transaction.now_ms, run_id, codec.key_name, label,
+            ),
+        ).lastrowid)  # fmt: skip
+        for position, note in enumerate(notes, length):
+            self.insert(transaction, cast(int, segment), position, checkpoint, note)
+        if notes:
+            connection.execute(
+                "UPDATE segment SET live = ? WHERE id = ?", (length + len(notes), segment)
+            )
+        connection.execute(
+            """UPDATE thread SET head = ?, seq = ?, saved_seq = ?, saved_at_ms = ?,
+                 updated_at_ms = ? WHERE id = ?""",
+            (checkpoint, seq, seq, transaction.now_ms, transaction.now_ms, head.id),
+        )
+        return head._replace(
+            head=checkpoint, segment=segment, length=length + len(notes),
+            messages=head.messages + len(notes), state=state_id,
+        )  # fmt: skip
+
+    def _refuse_taken(self, connection: sqlite3.Connection, thread: int, names: list[str]) -> None:
+        taken = len(set(names)) < len(names)
+        for name in names:
+            taken = taken or connection.execute(
+                f"""SELECT 1 FROM message JOIN segment ON segment.id = message.segment
+                    WHERE message.name = ? AND segment.thread = ? AND {_MESSAGE_IS_CURRENT}""",
+                (name, thread),
+            ).fetchone() is not None  # fmt: skip
+        if taken:
+            raise DuplicateError("the thread already has a message of that id", field="id")
+
+    def _segment_for(self, connection: sqlite3.Connection, head: _Head) -> int:
+        """The segment that takes the next messages: the head's where nothing follows the head in
+        it, else a new one that forks there."""
+        if head.segment is not None:
+            tip = connection.execute(
+                "SELECT max(position) + 1 FROM message WHERE segment = ?", (head.segment,)
+            ).fetchone()[0]
+            if tip == head.length:
+                return head.segment
+        parent = head.segment if head.length else None
+        return cast(int, connection.execute(
+            "INSERT INTO segment(thread, parent, fork, live) VALUES (?, ?, ?, ?)",
+            (head.id, parent, head.length, head.length),
+        ).lastrowid)  # fmt: skip
+
+    def _state_for(
+        self, connection: sqlite3.Connection, namespace: str, name: str, head: _Head,
+        state: str | None,
+    ) -> int | None:  # fmt: skip
+        """The row of the state: the head's, when there is no new one or it is the same text."""
+        if state is None or state == self.state_text(connection, namespace, name, head.state):
+            return head.state
+        codec = self._db.codec
+        body = codec.seal(state, "state", "body", namespace, name)
+        return connection.execute(
+            "INSERT INTO state(thread, key_name, body) VALUES (?, ?, ?)",
+            (head.id, codec.key_name, body),
+        ).lastrowid
+
+    def insert(
+        self, transaction: _Transaction, segment: int, position: int, checkpoint: int, note: _Note,
+        created_at_ms: int | None = None, updated_at_ms: int | None = None,
+    ) -> None:  # fmt: skip
+        connection, now_ms = transaction.connection, transaction.now_ms
+        seq = transaction.next_seq()
+        connection.execute(
+            """INSERT INTO message(seq, segment, position, name, role, checkpoint, created_at_ms,
+                 updated_at_ms, wants_vector, key_name, tags, metadata, words, body)
+               VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?)""",
+            (
+                seq, segment, position, note.name, note.role, checkpoint,
+                now_ms if created_at_ms is None else created_at_ms,
+                now_ms if updated_at_ms is None else updated_at_ms,
+                note.key_name, note.tags, note.metadata, note.words, note.body,
+            ),
+        )  # fmt: skip
+        transaction.index("message", seq, note.words)
+
+    def rewind(self, transaction: _Transaction, head: _Head, target: _Head) -> None:
+        """Moves the head: only the segments' live lengths change, no message and no index row."""
+        connection = transaction.connection
+        connection.execute("UPDATE segment SET live = 0 WHERE thread = ? AND live > 0", (head.id,))
+        connection.executemany(
+            "UPDATE segment SET live = ? WHERE id = ?",
+            [(stop, segment) for segment, _, stop in self.chain(connection, target)],
+        )
+        self.touch(transaction, head.id, head=target.head)
+
+    def touch(self, transaction: _Transaction, thread: int, **columns: Any) -> None:
+        """Changes columns of a thread's row, which is no save."""
+        columns |= {"seq": transaction.next_seq(), "updated_at_ms": transaction.now_ms}
+        assignments = ", ".join(f"{column} = :{column}" for column in columns)
+        transaction.connection.execute(
+            f"UPDATE thread SET {assignments} WHERE id = :id", columns | {"id": thread}
+        )
+
+    def change(
+        self, transaction: _Transaction, namespace: str, name: str, head: _Head,
+        changes: dict[str, Any], status: str | None,
+    ) -> None:  # fmt: skip
+        """Writes a thread's attributes anew, those in *changes* changed."""
+        row = transaction.connection.execute(
+            f"SELECT {_THREAD_COLUMNS} FROM thread WHERE thread.id = ?", (head.id,)
+        ).fetchone()
+        record: Mapping[str, Any] = _thread_record(row, self._db.codec, running=False)
+        kept = {column: record.get(column) for column in ("label", "tags", "metadata")}
+        columns = self.attributes(namespace, name, **(kept | changes))
+        if status is not None:
+            columns["status"] = status
+            ended = record.get("ended_at_ms", transaction.now_ms) if status == "ended" else None
+            columns["ended_at_ms"] = ended
+        self.touch(transaction, head.id, **columns)
+
+    def delete(self, transaction: _Transaction, ids: Sequence[int]) -> int:
+        """Deletes whole threads with all that hangs on them; returns how many there were."""
+        connection = transaction.connection
+        listed = {"ids": json.dumps(list(ids))}
+        within = "IN (SELECT value FROM json_each(:ids))"
+        of_threads = f"segment IN (SELECT id FROM segment WHERE thread {within})"
+        self.drop_messages(transaction, of_threads, listed)
+        for statement in (
+            f"DELETE FROM checkpoint WHERE thread {within}",
+            f"DELETE FROM state WHERE thread {within}",
+            f"DELETE FROM segment WHERE thread {within}",
+            f"""DELETE FROM run WHERE EXISTS (SELECT 1 FROM thread WHERE thread.id {within}
+                  AND thread.namespace = run.namespace AND thread.name = run.thread)""",
+        ):
+            connection.execute(statement, listed)
+        gone = connection.execute(f"DELETE FROM thread WHERE id {within}", listed).rowcount
+        if gone:
+            transaction.next_seq()
+            transaction.unerased = True
+        return gone
+
+    def drop_messages(
+        self, transaction: _Transaction, condition: str, params: dict[str, Any]
+    ) -> None:
+        """Deletes message rows with their index entries and vectors."""
+        connection = transaction.connection
+        transaction.apply_index()
+        listed = connection.execute(
+            f"SELECT count(*), total(words <> '') FROM message WHERE {condition}", params
+        ).fetchone()
+        if not listed[0]:
+            return
+        for statement in (
+            f"""INSERT INTO message_words(message_words, rowid, terms)
+                SELECT 'delete', seq, words FROM message
+                WHERE {condition} AND words <> '' ORDER BY seq""",
+            f"DELETE FROM message_vector WHERE id IN (SELECT id FROM message WHERE {condition})",
+            f"DELETE FROM message_bits WHERE id IN (SELECT id FROM message WHERE {condition})",
+            f"DELETE FROM message WHERE {condition}",
+        ):
+            connection.execute(statement, params)
+        transaction.counts["message"] -= int(listed[1])
+        transaction.unerased = True
+        transaction.next_seq()
+
+    # Search.
+
+    def search(
+        self, ask: _Ask, namespace: Any, thread_id: Any, role: Any, filters: dict[str, Any]
+    ) -> list[MessageRecord]:
+        """The messages of current branches that a search chose, in the order asked for."""
+        path = _check_namespace(namespace, root=True)
+        conditions = [
+            _filters(**filters, now_ms=self._db.now_ms(), table="message"),
+            _condition(_MESSAGE_IS_CURRENT),
+        ]
+        if thread_id is None:
+            conditions.append(_inside(path, "thread"))
+        else:
+            conditions.append(_of_thread(path or "default", _check_name(thread_id, "thread_id")))
+        if role is not None:
+            conditions.append(_of_role(_check_name(role, "role")))
+        where = _both(*conditions)
+        codec = self._db.codec
+        with self._db.read(snapshot=True) as index:
+            scores = _chosen(index, "message", ask, where, 2**62)
+            rows = index.execute(
+                f"""SELECT message.id, message.seq, thread.namespace, thread.name,
+                      {_MESSAGE_COLUMNS}
+                    FROM {_SOURCE["message"]}
+                    WHERE message.seq IN (SELECT value FROM json_each(?))""",
+                (_dump(list(scores)),),
+            ).fetchall()
+        found = {}
+        for id, seq, namespace, name, *row in rows:
+            record: Any = _message_record(namespace, name, row, codec)
+            record |= {"thread_id": name, "namespace": namespace}
+            found[seq] = _Found(record, id, seq)
+        return _arranged([found[seq] for seq in scores if seq in found], ask, scores)
+
+
+class _MessageEdits:
+    """Changes of single messages, in all checkpoints and branches that have them."""
+
+    __slots__ = ("_db", "_threads")
+
+    def __init__(self, database: _Database, threads: _Threads) -> None:
+        self._db = database
+        self._threads = threads
+
+    def _find(self, connection: sqlite3.Connection, thread: int, id: str) -> tuple[Any, ...]:
+        """A message of the current branch, else the newest of that id on a branch left behind:
+        (row id, seq, words, segment, position, columns)."""
+        row = connection.execute(
+            f"""SELECT message.id, message.seq, message.words, message.segment, message.position,
+                  {_MESSAGE_COLUMNS}
+                FROM message JOIN segment ON segment.id = message.segment
+                WHERE message.name = ? AND segment.thread = ? AND message.role IS NOT NULL
+                ORDER BY message.position < segment.live DESC, message.id DESC LIMIT 1""",
+            (id, thread),
+        ).fetchone()
+        if row is None:
+            raise NotFoundError("the thread has no such message", field="id")
+        return cast(tuple[Any, ...], row)
+
+    def tag(
+        self, transaction: _Transaction, namespace: str, name: str, head: _Head, id: str, tags: Any
+    ) -> None:
+        row, seq, words, _, _, *columns = self._find(transaction.connection, head.id, id)
+        record: Any = _message_record(namespace, name, columns, self._db.codec)
+        metadata = record.get("metadata")
+        body = {
+            part: value for part, value in record.items()
+            if part not in _RECORD_KEYS and part not in ("id", "role", "tags", "metadata")
+        }  # fmt: skip
+        new_words = _message_words(namespace, name, record, tags, metadata)
+        note = self._threads.note(
+            namespace, name, id, record["role"], tags, metadata, _dump(body), new_words
+        )
+        transaction.unindex("message", seq, words)
+        new_seq = transaction.next_seq()
+        transaction.connection.execute(
+            """UPDATE message SET seq = ?, updated_at_ms = ?, key_name = ?, tags = ?, metadata = ?,
+                 words = ?, body = ? WHERE id = ?""",
+            (
+                new_seq, transaction.now_ms, note.key_name, note.tags, note.metadata, note.words,
+                note.body, row,
+            ),
+        )  # fmt: skip
+        transaction.index("message", new_seq, new_words)
+        self._threads.touch(transaction, head.id)
+
+    def delete(self, transaction: _Transaction, head: _Head, id: str) -> None:
+        """Leaves a tombstone without content, so that positions hold on every branch."""
+        connection = transaction.connection
+        row, seq, words, segment, position, *_ = self._find(connection, head.id, id)
+        transaction.unindex("message", seq, words)
+        connection.execute("DELETE FROM message_vector WHERE id = ?", (row,))
+        connection.execute("DELETE FROM message_bits WHERE id = ?", (row,))
+        connection.execute(
+            """UPDATE message SET seq = ?, updated_at_ms = ?, role = NULL, body = NULL,
+                 tags = NULL, metadata = NULL, words = '' WHERE id = ?""",
+            (transaction.next_seq(), transaction.now_ms, row),
+        )
+        connection.execute(
+            """WITH RECURSIVE holder(id, start) AS (
+                 SELECT ?1, ?2 + 1
+                 UNION ALL
+                 SELECT segment.id, 0 FROM holder JOIN segment ON segment.parent = holder.id
+                 WHERE segment.fork > ?2)
+               UPDATE checkpoint SET messages = messages - 1
+               WHERE thread = ?3 AND length > ?2 AND segment IN (SELECT id FROM holder)""",
+            (segment, position, head.id),
+        )
+        self._threads.touch(transaction, head.id)
+
+
+class _ThreadCopies:
+    """Whole threads as plain data and back: export, import, fork."""
+
+    __slots__ = ("_db", "_threads")
+
+    def __init__(self, database: _Database, threads: _Threads) -> None:
+        self._db = database
+        self._threads = threads
+
+    def copy(
+        self, transaction: _Transaction, namespace: str, name: str, head: _Head, new_name: str
+    ) -> None:
+        """Writes a branch anew as a thread of its own, with the same message ids."""
+        connection = transaction.connection
+        record = self._exported(connection, namespace, name, head)
+        self.restore(transaction, record | {"id": new_name}, replace=False)
+
+    def _exported(
+        self, connection: sqlite3.Connection, namespace: str, name: str, head: _Head | None = None
+    ) -> dict[str, Any]:
+        """A thread as plain data: of all its branches, or of the one that *head* ends."""
+        codec = self._db.codec
+        id, *row = connection.execute(
+            f"""SELECT thread.id, {_THREAD_COLUMNS} FROM thread
+                WHERE namespace = ? AND name = ?""",
+            (namespace, name),
+        ).fetchone()
+        thread: dict[str, Any] = {"kind": "thread"}
+        thread |= _thread_record(row, codec, running=False)
+        checkpoints = connection.execute(
+            f"""SELECT checkpoint.segment, checkpoint.length, checkpoint.state,
+                  {_CHECKPOINT_COLUMNS} FROM checkpoint WHERE thread = ? ORDER BY id""",
+            (id,),
+        ).fetchall()
+        segments = connection.execute(
+            "SELECT id, parent, fork FROM segment WHERE thread = ? ORDER BY id", (id,)
+        ).fetchall()
+        stops: dict[int, int] = {}
+        if head is not None:
+            path = set(_ancestors(head.head, {row[3]: row[4] for row in checkpoints}))
+            checkpoints = [row for row in checkpoints if row[3] in path]
+            stops = {segment: stop for segment, _, stop in self._threads.chain(connection, head)}
+            segments = [row for row in segments if row[0] in stops]
+            thread["head"] = head.head
+        thread["checkpoints"] = [
+            _checkpoint_record(namespace, name, row, codec)
+            | {"segment": segment, "length": length, "state_id": state}
+            for segment, length, state, *row in checkpoints
+        ]
+        thread["states"] = {
+            str(state): _load(self._threads.state_text(connection, namespace, name, state))
+            for state in sorted({row[2] for row in checkpoints if row[2] is not None})
+        }
+        thread["segments"] = [
+            {
+                "id": segment, "parent": parent, "fork": fork,
+                "messages": self._exported_messages(
+                    connection, namespace, name, segment, stops.get(segment, 2**62)
+                ),
+            }
+            for segment, parent, fork in segments
+        ]  # fmt: skip
+        return thread
+
+    def _exported_messages(
+        self, connection: sqlite3.Connection, namespace: str, name: str, segment: int, stop: int
+    ) -> list[dict[str, Any]]:
+        rows = connection.execute(
+            f"""SELECT {_MESSAGE_COLUMNS} FROM message
+                WHERE segment = ? AND position < ? ORDER BY position""",
+            (segment, stop),
+        ).fetchall()
+        return [
+            {"id": row[0], "created_at_ms": row[3], "deleted": True} if row[1] is None
+            else dict(_message_record(namespace, name, row, self._db.codec))
+            for row in rows
+        ]  # fmt: skip
+
+    def export(self, where: _Where) -> Iterator[dict[str, Any]]:
+        """Whole threads by namespace and id."""
+        place = {"last_namespace": "", "last_name": ""}
+        while True:
+            with self._db.read(snapshot=True) as connection:
+                row = connection.execute(
+                    f"""SELECT namespace, name FROM thread
+                        WHERE {where.sql or "1"}
+                          AND (namespace, name) > (:last_namespace, :last_name)
+                        ORDER BY namespace, name LIMIT 1""",
+                    where.params | place,
+                ).fetchone()
+                thread = None if row is None else self._exported(connection, *row)
+            if thread is None:
+                return
+            yield thread
+            place = {"last_namespace": row[0], "last_name": row[1]}
+
+    def replace(self, thread: Mapping[str, Any], place: str) -> None:
+        try:
+            with self._db.transaction() as transaction:
+                self.restore(transaction, thread, replace=True)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValidationError(f"{place} is no whole thread", field=place) from error
+
+    def restore(
+        self, transaction: _Transaction, thread: Mapping[str, Any], *, replace: bool
+    ) -> None:
+        """Writes what `export` gave, its times kept; *replace* or DuplicateError."""
+        connection = transaction.connection
+        namespace, name = _check_namespace(thread["namespace"]), _check_name(thread["id"], "id")
+        old = self._threads.head(connection, namespace, name)
+        if old is not None and not replace:
+            raise DuplicateError(f"the id is taken in namespace {namespace!r}", field="id")
+        if old is not None:
+            self._threads.delete(transaction, [old.id])
+        columns = self._threads.attributes(
+            namespace, name, label=thread.get("label"), tags=thread.get("tags"),
+            metadata=thread.get("metadata"),
+        )  # fmt: skip
+        row = self._threads.create(
+            transaction, namespace, name, thread_of=thread.get("thread_of"),
+            created_at_ms=thread["created_at_ms"], columns=columns,
+        ).id  # fmt: skip
+        codec = self._db.codec
+        states: dict[Any, int | None] = {None: None}
+        for key, state in thread["states"].items():
+            body = codec.seal(_check_state(state), "state", "body", namespace, name)
+            states[int(key)] = connection.execute(
+                "INSERT INTO state(thread, key_name, body) VALUES (?, ?, ?)",
+                (row, codec.key_name, body),
+            ).lastrowid
+        segments: dict[Any, int | None] = {None: None}
+        for segment in thread["segments"]:
+            segments[segment["id"]] = connection.execute(
+                "INSERT INTO segment(thread, parent, fork, live) VALUES (?, ?, ?, 0)",
+                (row, segments[segment["parent"]], segment["fork"]),
+            ).lastrowid
+        checkpoints = self._restore_checkpoints(
+            connection, thread, row, segments, states, namespace, name
+        )
+        self._restore_messages(transaction, thread, segments, checkpoints, namespace, name)
+        status = _check_choice(thread["status"], "status", ("active", "ended"))
+        connection.execute(
+            """UPDATE thread SET head = ?, status = ?, saved_at_ms = ?, updated_at_ms = ?,
+                 ended_at_ms = ? WHERE id = ?""",
+            (
+                checkpoints.get(thread["head"]), status, thread["saved_at_ms"],
+                thread["updated_at_ms"], thread.get("ended_at_ms"), row,
+            ),
+        )  # fmt: skip
+        head = self._threads.head(connection, namespace, name)
+        connection.executemany(
+            "UPDATE segment SET live = ? WHERE id = ?",
+            [
+                (stop, segment)
+                for segment, _, stop in self._threads.chain(connection, cast(_Head, head))
+            ],
+        )
+
+    def _restore_checkpoints(
+        self, connection: sqlite3.Connection, thread: Mapping[str, Any], row: int,
+        segments: Mapping[Any, int | None], states: Mapping[Any, int | None], namespace: str,
+        name: str,
+    ) -> dict[Any, int | None]:  # fmt: skip
+        codec = self._db.codec
+        checkpoints: dict[Any, int | None] = {}
+        for checkpoint in thread["checkpoints"]:
+            label = _check_text(checkpoint.get("label"), "label", MAX_LABEL_BYTES)
+            checkpoints[checkpoint["id"]] = connection.execute(
+                """INSERT INTO checkpoint(thread, parent, segment, length, messages, state,
+                     created_at_ms, run_id, key_name, label)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
+                (
+                    row, checkpoints.get(checkpoint["parent"]), segments[checkpoint["segment"]],
+                    checkpoint["length"], checkpoint["message_count"],
+                    states[checkpoint["state_id"]], checkpoint["created_at_ms"],
+                    checkpoint.get("run_id"), codec.key_name,
+                    None if label is None
+                    else codec.seal(label, "checkpoint", "label", namespace, name),
+                ),
+            ).lastrowid  # fmt: skip
+        return checkpoints
+
+    def _restore_messages(
+        self, transaction: _Transaction, thread: Mapping[str, Any],
+        segments: Mapping[Any, int | None], checkpoints: Mapping[Any, int | None],
+        namespace: str, name: str,
+    ) -> None:  # fmt: skip
+        for segment in thread["segments"]:
+            row = cast(int, segments[segment["id"]])
+            for position, message in enumerate(segment["messages"], segment["fork"]):
+                times = (message["created_at_ms"], message.get("updated_at_ms"))
+                if message.get("deleted"):
+                    transaction.connection.execute(
+                        """INSERT INTO message(seq, segment, position, name, checkpoint,
+                             created_at_ms, updated_at_ms, wants_vector, words)
+                           VALUES (?, ?, ?, ?, 0, ?, ?, 0, '')""",
+                        (transaction.next_seq(), row, position, message["id"], times[0], times[0]),
+                    )
+                    continue
+                note = self._threads.prepare(
+                    namespace, name, message, f"message {position}", position
+                )
+                checkpoint = checkpoints.get(message["checkpoint"]) or 0
+                self._threads.insert(transaction, row, position, checkpoint, note, *times)
+
+
+def _prune_threads(
+    step: Callable[[int, int], tuple[int, int, int]], progress: Progress | None
+) -> tuple[int, int]:
+    """Goes through the threads in chunks by row id; what was deleted and passed over."""
+    after = deleted = busy = 0
+
+    def chunk(size: int) -> int:
+        nonlocal after, deleted, busy
+        after, gone, passed_over = step(after, size)
+        deleted += gone
+        busy += passed_over
+        return size if after else 0
+
+    _in_chunks(chunk, progress and (lambda done, total: progress(deleted, None)), None)
+    return deleted, busy
+
+
+class _ThreadCare:
+    """Long work on threads, in chunks: retention, the words anew; and what is wrong with them."""
+
+    __slots__ = ("_db", "_threads")
+
+    def __init__(self, database: _Database, threads: _Threads) -> None:
+        self._db = database
+        self._threads = threads
+
+    def reindex(self, place: int, last: int, size: int) -> tuple[int, int, int]:
+        """As `_Items.reindex`, for messages."""
+        changed = 0
+        with self._db.transaction() as transaction:
+            rows = transaction.connection.execute(
+                f"""SELECT message.id, message.seq, message.words, thread.namespace, thread.name,
+                      {_MESSAGE_COLUMNS}
+                    FROM message JOIN segment ON segment.id = message.segment
+                    JOIN thread ON thread.id = segment.thread
+                    WHERE message.id > ? AND message.id <= ? AND role IS NOT NULL
+                    ORDER BY message.id LIMIT ?""",
+                (place, last, size),
+            ).fetchall()
+            for id, seq, words, namespace, name, *row in rows:
+                record: Any = _message_record(namespace, name, row, self._db.codec)
+                tags, metadata = record.get("tags"), record.get("metadata")
+                derived = _message_words(namespace, name, record, tags, metadata)
+                if derived != words:
+                    changed += 1
+                    transaction.unindex("message", seq, words)
+                    transaction.index("message", seq, derived)
+                    transaction.connection.execute(
+                        "UPDATE message SET words = ? WHERE id = ?", (derived, id)
+                    )
+        return len(rows), changed, rows[-1][0] if rows else last
+
+    def faults(self, connection: sqlite3.Connection) -> list[str]:
+        """What is wrong with threads that no foreign key sees."""
+        faults = []
+        for name, sql in _THREAD_FAULTS.items():
+            count = connection.execute(f"SELECT count(*) FROM ({sql})").fetchone()[0]
+            if count:
+                faults.append(f"{count} {name}")
+        for row in connection.execute(
+            """SELECT thread.id, thread.head, thread.status, segment, coalesce(length, 0), 0, state
+               FROM thread LEFT JOIN checkpoint ON checkpoint.id = thread.head"""
+        ).fetchall():
+            head = _Head(*row)
+            expected = {segment: stop for segment, _, stop in self._threads.chain(connection, head)}
+            live = dict(connection.execute(
+                "SELECT id, live FROM segment WHERE thread = ? AND live > 0", (head.id,)
+            ).fetchall())  # fmt: skip
+            if live != expected:
+                faults.append(f"thread row {head.id}: its segments don't show its current branch")
+        return faults
+
+    def prune(self, rules: Retention, progress: Progress | None) -> PruneCounts:
+        """Applies the retention rules once."""
+        threads = checkpoints = busy = 0
+        if rules.thread_ttl_secs is not None:
+            oldest = self._db.now_ms() - round(rules.thread_ttl_secs * 1000)
+            step = functools.partial(self.prune_old, oldest)
+            threads, busy = _prune_threads(step, progress)
+        if rules.keep_checkpoints is not None or rules.drop_branches:
+            step = functools.partial(self.prune_checkpoints, rules.keep_checkpoints)
+            checkpoints, passed_over = _prune_threads(step, progress)
+            busy += passed_over
+        return {
+            "threads_deleted": threads, "threads_busy": busy, "checkpoints_deleted": checkpoints,
+            "memory_items_deleted": 0,
+        }  # fmt: skip
+
+    def prune_old(self, oldest_ms: int, after: int, size: int) -> tuple[int, int, int]:
+        """Deletes, of the threads after row id *after* last saved then or before, the next *size*
+        that are idle; returns the last row id (0: no more), how many went, and how many running
+        ones were passed over."""
+        with self._db.transaction() as transaction:
+            rows = transaction.connection.execute(
+                """SELECT id, namespace, name FROM thread WHERE id > ? AND saved_at_ms <= ?
+                   ORDER BY id LIMIT ?""",
+                (after, oldest_ms, size),
+            ).fetchall()
+            if not rows:
+                return 0, 0, 0
+            held = self._threads.runs.held(transaction.connection)
+            idle = [id for id, namespace, name in rows if (namespace, name) not in held]
+            return rows[-1][0], self._threads.delete(transaction, idle), len(rows) - len(idle)
+
+    def prune_checkpoints(self, keep: int | None, after: int, size: int) -> tuple[int, int, int]:
+        """Trims the next *size* threads after row id *after* to their current branch, and that to
+        its newest *keep* checkpoints; returns the last row id (0: no more), checkpoints deleted,
+        and how many running threads were passed over."""
+        with self._db.transaction() as transaction:
+            connection = transaction.connection
+            rows = connection.execute(
+                "SELECT id, namespace, name FROM thread WHERE id > ? ORDER BY id LIMIT ?",
+                (after, size),
+            ).fetchall()
+            held = self._threads.runs.held(connection)
+            busy = [id for id, namespace, name in rows if (namespace, name) in held]
+            if not rows:
+                return 0, 0, 0
+            params = {
+                "low": rows[0][0], "high": rows[-1][0], "keep": -1 if keep is None else keep,
+                "busy": json.dumps(busy),
+            }  # fmt: skip
+            doomed = connection.execute(_DOOMED_CHECKPOINTS, params).fetchall()
+            passed_over = len({thread for _, thread, running in doomed if running})
+            listed = [id for id, _, running in doomed if not running]
+            if listed:
+                self._trim(transaction, listed, params)
+            return rows[-1][0], len(listed), passed_over
+
+    def _trim(
+        self, transaction: _Transaction, checkpoints: list[int], params: dict[str, Any]
+    ) -> None:
+        """Deletes checkpoints, and the states and messages that no other checkpoint holds."""
+        connection = transaction.connection
+        idle = """thread BETWEEN :low AND :high
+                  AND thread NOT IN (SELECT value FROM json_each(:busy))"""
+        connection.executemany("DELETE FROM checkpoint WHERE id = ?", [(id,) for id in checkpoints])
+        connection.execute(
+            f"""UPDATE checkpoint SET parent = NULL
+                WHERE {idle} AND parent IS NOT NULL
+                  AND NOT EXISTS (SELECT 1 FROM checkpoint AS above
+                                  WHERE above.id = checkpoint.parent)""",
+            params,
+        )
+        connection.execute(
+            f"""DELETE FROM state WHERE {idle}
+                  AND NOT EXISTS (SELECT 1 FROM checkpoint WHERE checkpoint.state = state.id)""",
+            params,
+        )
+        left = f"""id IN (SELECT message.id FROM segment
+                     CROSS JOIN message ON message.segment = segment.id
+                       AND message.position >= segment.live
+                     WHERE {idle})"""
+        self._threads.drop_messages(transaction, left, params)
+        connection.execute(
+            f"""DELETE FROM segment WHERE {idle} AND live = 0
+                  AND NOT EXISTS (SELECT 1 FROM message WHERE message.segment = segment.id)""",
+            params,
+        )
+        transaction.next_seq()
+        transaction.unerased = True
+
+
+class Thread:
+    """One durable conversation or run: its messages, state and checkpoints.
+
+    A handle without a cache: every call reads the file. The thread is made at the first save.
+    A writing call is a run of its own; inside `run()` of the same context it joins that run.
+    While another run holds the thread, the store's `on_busy` decides.
+
+    >>> with Storage() as store:
+    ...     chat = store.thread("chat-1")
+    ...     saved = chat.append("user", "Where is the office?")
+    ...     saved = chat.append("assistant", "In Lisbon.", state={"topic": "office"})
+    ...     [message["role"] for message in chat.messages()], chat.state()
+    (['user', 'assistant'], {'topic': 'office'})
+    """
+
+    __slots__ = ("_lease", "_storage", "_threads", "id", "namespace")
+
+    def __init__(
+        self, storage: Storage, namespace: str, id: str, lease: _Lease | None = None
+    ) -> None:
+        self._storage = storage
+        self._threads = storage._threads
+        self._lease = lease
+        self.namespace = namespace
+        self.id = id
+
+    def __repr__(self) -> str:
+        return f"Thread({self.id!r}, namespace={self.namespace!r})"
+
+    # Reading.
+
+    def exists(self) -> bool:
+        """Whether there is such a thread."""
+        with self._storage._db.read() as connection:
+            return self._threads.head(connection, self.namespace, self.id) is not None
+
+    def info(self) -> ThreadRecord | None:
+        """The thread's record; None before its first save."""
+        return self._threads.info(self.namespace, self.id)
+
+    def state(self) -> dict[str, Any]:
+        """The state at the head, a fresh copy; `{}` before the first save."""
+        with self._reading() as (connection, head):
+            state = head.state if head else None
+            text = self._threads.state_text(connection, self.namespace, self.id, state)
+        return cast(dict[str, Any], _load(text))
+
+    def messages(
+        self, limit: int | None = None, *, before: str | None = None,
+        checkpoint: int | None = None,
+    ) -> list[MessageRecord]:  # fmt: skip
+        """The messages of the current branch in order: the newest *limit*, those *before* a
+        message's id, or as they were at a *checkpoint*. NotFoundError for an unknown one."""
+        count = _check_count(limit, "limit", unlimited=True)
+        with self._reading() as (connection, head):
+            if checkpoint is not None:
+                head = self._threads.checkpoint(connection, head, checkpoint)
+            if head is None:
+                return []
+            return self._threads.messages(
+                connection, self.namespace, self.id, head, count, before=before
+            )
+
+    def history(
+        self, limit: int | None = None, *, before: int | None = None
+    ) -> list[CheckpointRecord]:
+        """The checkpoints of the current branch, newest first, or those before one of them."""
+        count = _check_count(limit, "limit", unlimited=True)
+        with self._reading() as (connection, head):
+            start = head.head if head else None
+            if before is not None:
+                self._threads.checkpoint(connection, head, before)
+                row = connection.execute(
+                    "SELECT parent FROM checkpoint WHERE id = ?", (before,)
+                ).fetchone()
+                start = row[0]
+            return self._threads.history(connection, self.namespace, self.id, start, count)
+
+    def get_checkpoint(self, checkpoint_id: int) -> CheckpointRecord:
+        """One checkpoint, with `state` and `messages` as they were then."""
+        with self._reading() as (connection, head):
+            at = self._threads.checkpoint(connection, head, checkpoint_id)
+            place = (self.namespace, self.id)
+            record = self._threads.history(connection, *place, at.head, 1)[0]
+            record["state"] = _load(self._threads.state_text(connection, *place, at.state))
+            record["messages"] = self._threads.messages(connection, *place, at, -1)
+        return record
+
+    def branches(self) -> list[BranchRecord]:
+        """One record a tip: the current branch, then those that `rewind` left, newest first."""
+        with self._reading() as (connection, head):
+            return _branches(connection, head) if head else []
+
+    def tree(self, style: str = "text") -> str:
+        """The checkpoints and branches drawn as text, the head marked, or as "mermaid".
+
+        >>> with Storage() as store:
+        ...     chat = store.thread("chat")
+        ...     first = chat.append("user", "a")["checkpoint"]
+        ...     saved = chat.append("user", "b")
+        ...     moved = chat.rewind(first)
+        ...     saved = chat.append("user", "c")
+        ...     print(chat.tree())
+        1
+        |\\
+        | 2
+        3  <- head
+        """
+        _check_choice(style, "style", ("text", "mermaid"))
+        with self._reading() as (connection, head):
+            if head is None:
+                return ""
+            rows = connection.execute(
+                f"SELECT {_CHECKPOINT_COLUMNS} FROM checkpoint WHERE thread = ? ORDER BY id",
+                (head.id,),
+            ).fetchall()
+        codec = self._storage._db.codec
+        records = [_checkpoint_record(self.namespace, self.id, row, codec) for row in rows]
+        return _drawn(records, head.head) if style == "text" else _mermaid(records, head.head)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[tuple[sqlite3.Connection, _Head | None]]:
+        with self._storage._db.read(snapshot=True) as connection:
+            yield connection, self._threads.head(connection, self.namespace, self.id)
+
+    # Writing.
+
+    @contextlib.contextmanager
+    def run(
+        self, *, run_id: str | None = None, actor: str | None = None, on_busy: str | None = None,
+        busy_timeout_secs: float | None = None,
+    ) -> Iterator[Run]:  # fmt: skip
+        """Holds the thread for the block; others wait, are rejected or interrupt, as they choose.
+
+        *on_busy* and *busy_timeout_secs* say what this call does when another run holds it, in
+        any process: "wait" for its turn, then ThreadBusyError; "reject" at once; "interrupt" takes
+        the thread from it. Its next write then raises RunInterruptedError. A run whose process
+        died is free at once on the same host, else 30 s after its last sign of life.
+
+        >>> with Storage() as store, store.thread("chat").run() as run:
+        ...     saved = run.append("user", "hello")
+        ...     run.interrupted
+        False
+        """
+        if run_id is not None:
+            _check_name(run_id, "run_id")
+        if actor is not None:
+            _check_name(actor, "actor")
+        policy, timeout = self._storage._busy(on_busy, busy_timeout_secs)
+        own = self._threads.runs.own(self.namespace, self.id)
+        if own is not None:
+            yield Run(self._storage, own)
+            return
+        with self._threads.runs.hold(
+            self.namespace, self.id, policy=policy, timeout=timeout, run_id=run_id, actor=actor
+        ) as lease:
+            yield Run(self._storage, lease)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[tuple[_Transaction, _Head | None, str | None]]:
+        """A transaction in which nobody else holds the thread: (transaction, head, run id)."""
+        runs = self._threads.runs
+        place = (self.namespace, self.id)
+        lease = self._lease or runs.own(*place)
+        with contextlib.ExitStack() as stack:
+            transaction = stack.enter_context(self._storage._db.transaction())
+            if lease is None and not runs.is_free(transaction.connection, *place):
+                stack.close()
+                policy, timeout = self._storage._busy(None, None)
+                lease = stack.enter_context(runs.hold(*place, policy=policy, timeout=timeout))
+                transaction = stack.enter_context(self._storage._db.transaction())
+            if lease is not None:
+                lease.verify(transaction.connection)
+            head = self._threads.head(transaction.connection, *place)
+            yield transaction, head, lease.run_id if lease is not None else None
+
+    def save(
+        self, *, messages: Iterable[Mapping[str, Any]] = (), state: Mapping[str, Any] | None = None,
+        label: str | None = None, expected_head: int | EllipsisType | None = ...,
+    ) -> CheckpointRecord:  # fmt: skip
+        """Appends messages, replaces the state when one is given, and adds a checkpoint under the
+        head, all in one transaction; makes the thread at the first save.
+
+        A message has a `role`, a `content` (text, a dict or a list of dicts) and any other keys,
+        which come back as they went in; at most 1 MiB. The state is a JSON object of at most
+        16 MiB. With *expected_head* (None: not there yet) a moved head is a ConflictError, as are
+        messages to an ended thread. An id that the branch has is a DuplicateError.
+        """
+        notes = [
+            self._threads.prepare(self.namespace, self.id, message, f"messages[{i}]", i)
+            for i, message in enumerate(_check_iterable(messages, "messages"))
+        ]
+        return self._save(notes, state, label, expected_head)
+
+    def _save(
+        self, notes: list[_Note], state: object, label: object,
+        expected_head: int | EllipsisType | None = ...,
+    ) -> CheckpointRecord:  # fmt: skip
+        text = None if state is None else _check_state(state)
+        label = _check_text(label, "label", MAX_LABEL_BYTES)
+        codec = self._storage._db.codec
+        place = (self.namespace, self.id)
+        sealed = None if label is None else codec.seal(label, "checkpoint", "label", *place)
+        columns = self._threads.attributes(*place)
+        with self._writing() as (transaction, head, run_id):
+            at = head.head if head else None
+            if expected_head is not ... and at != expected_head:
+                raise ConflictError("the thread's head has moved; read it again, then save")
+            if head is None:
+                head = self._threads.create(transaction, *place, columns=columns)
+            if notes and head.status == "ended":
+                raise ConflictError("the thread has ended and takes no messages")
+            self._threads.save(transaction, *place, head, notes, text, sealed, run_id)
+            return self._head_record(transaction.connection)
+
+    def _head_record(self, connection: sqlite3.Connection) -> CheckpointRecord:
+        row = connection.execute(
+            f"""SELECT {_CHECKPOINT_COLUMNS} FROM thread
+                JOIN checkpoint ON checkpoint.id = thread.head
+                WHERE thread.namespace = ? AND thread.name = ?""",
+            (self.namespace, self.id),
+        ).fetchone()
+        return _checkpoint_record(self.namespace, self.id, row, self._storage._db.codec)
+
+    def append(
+        self, role: str, content: Any = None, *, id: str | None = None, name: str | None = None,
+        tags: Sequence[str] | None = None, metadata: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None, **extra: Any,
+    ) -> MessageRecord:  # fmt: skip
+        """Appends one message and a checkpoint; the rest as `save`. Keys of *extra* are kept."""
+        message = {"role": role, "content": content, **extra}
+        given = {"id": id, "name": name, "tags": tags, "metadata": metadata}
+        message |= {key: value for key, value in given.items() if value is not None}
+        note = self._threads.prepare(self.namespace, self.id, message, "message", 0)
+        saved = self._save([note], state, None)
+        at = saved["created_at_ms"]
+        row = (
+            note.name, note.role, saved["id"], at, at, note.key_name, note.tags, note.metadata,
+            note.body,
+        )  # fmt: skip
+        return _message_record(self.namespace, self.id, row, self._storage._db.codec)
+
+    def rewind(self, checkpoint_id: int) -> CheckpointRecord:
+        """Moves the head to any checkpoint of the thread, also one on a branch left behind.
+
+        Later checkpoints stay as a branch until pruned; their messages are in no read and no
+        search until the head is on their branch again. NotFoundError if it is not this thread's
+        or was pruned.
+        """
+        with self._writing() as (transaction, head, _):
+            target = self._threads.checkpoint(transaction.connection, head, checkpoint_id)
+            self._threads.rewind(transaction, cast(_Head, head), target)
+            return self._head_record(transaction.connection)
+
+    def fork(self, new_id: str | None = None, *, checkpoint_id: int | None = None) -> Thread:
+        """A new thread in the same namespace with a copy of the path up to the head or to a
+        checkpoint. DuplicateError if the id is taken."""
+        name = _new_id(self._storage._db.now_ms()) if new_id is None else _check_name(new_id, "id")
+        with self._storage._db.transaction() as transaction:
+            head = self._threads.head(transaction.connection, self.namespace, self.id)
+            if head is None or checkpoint_id is not None:
+                head = self._threads.checkpoint(transaction.connection, head, checkpoint_id)
+            self._storage._copies.copy(transaction, self.namespace, self.id, head, name)
+        return Thread(self._storage, self.namespace, name)
+
+    def update(
+        self, *, label: str | EllipsisType | None = ...,
+        tags: Sequence[str] | EllipsisType | None = ...,
+        metadata: Mapping[str, Any] | EllipsisType | None = ..., status: str | None = None,
+    ) -> None:  # fmt: skip
+        """Changes what is given and nothing else; None clears. *status* is "active" or "ended";
+        an ended thread takes no messages. NotFoundError if there is no such thread."""
+        given = {"label": label, "tags": tags, "metadata": metadata}
+        changes = {name: new for name, new in given.items() if new is not ...}
+        if status is not None:
+            _check_choice(status, "status", ("active", "ended"))
+        self._threads.attributes(self.namespace, self.id, **changes)  # refuses before the lock
+        with self._writing() as (transaction, head, _):
+            place = (self.namespace, self.id)
+            self._threads.change(transaction, *place, self._required(head), changes, status)
+
+    def set_message_tags(self, id: str, tags: Sequence[str] | None) -> None:
+        """Replaces a message's tags, in all checkpoints and branches. Counts as a write of the
+        message. NotFoundError if there is none of that id."""
+        _check_name(id, "id")
+        checked = _check_tags(tags)
+        with self._writing() as (transaction, head, _):
+            place = (self.namespace, self.id)
+            self._storage._edits.tag(transaction, *place, self._required(head), id, checked)
+
+    def delete_message(self, id: str) -> None:
+        """Deletes a message from all checkpoints and branches. NotFoundError if there is none."""
+        _check_name(id, "id")
+        with self._writing() as (transaction, head, _):
+            self._storage._edits.delete(transaction, self._required(head), id)
+
+    def delete(self) -> bool:
+        """Deletes the thread with its checkpoints, branches and messages; True if it was there.
+        Never waits: a run that holds it loses it."""
+        with self._storage._db.transaction() as transaction:
+            head = self._threads.head(transaction.connection, self.namespace, self.id)
+            transaction.connection.execute(
+                "DELETE FROM run WHERE namespace = ? AND thread = ?", (self.namespace, self.id)
+            )
+            return head is not None and self._threads.delete(transaction, [head.id]) > 0
+
+    def _required(self, head: _Head | None) -> _Head:
+        if head is None:
+            raise NotFoundError(f"no such thread in namespace {self.namespace!r}", field="id")
+        return head
+
+
+class Run:
+    """Somebody's work on a thread, which it holds meanwhile; made by `Thread.run`.
+
+    It has every writing method of the thread, and `check` for the pauses between them.
+    """
+
+    __slots__ = ("_lease", "_storage", "thread")
+
+    def __init__(self, storage: Storage, lease: _Lease) -> None:
+        self._storage = storage
+        self._lease = lease
+        #: The thread as this run writes it.
+        self.thread = Thread(storage, lease.namespace, lease.name, lease)
+
+    @property
+    def id(self) -> str:
+        """The run's id."""
+        return self._lease.run_id
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether another run took the thread, or the thread was deleted."""
+        try:
+            self.check()
+        except RunInterruptedError:
+            return True
+        return False
+
+    def check(self) -> None:
+        """RunInterruptedError when the run has lost its thread; call it in long work."""
+        with self._storage._db.read() as connection:
+            self._lease.verify(connection)
+
+    def save(
+        self, *, messages: Iterable[Mapping[str, Any]] = (), state: Mapping[str, Any] | None = None,
+        label: str | None = None, expected_head: int | EllipsisType | None = ...,
+    ) -> CheckpointRecord:  # fmt: skip
+        """`Thread.save`, as this run."""
+        return self.thread.save(
+            messages=messages, state=state, label=label, expected_head=expected_head
+        )
+
+    def append(
+        self, role: str, content: Any = None, *, id: str | None = None, name: str | None = None,
+        tags: Sequence[str] | None = None, metadata: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None, **extra: Any,
+    ) -> MessageRecord:  # fmt: skip
+        """`Thread.append`, as this run."""
+        return self.thread.append(
+            role, content, id=id, name=name, tags=tags, metadata=metadata, state=state, **extra
+        )
+
+    def rewind(self, checkpoint_id: int) -> CheckpointRecord:
+        """`Thread.rewind`, as this run."""
+        return self.thread.rewind(checkpoint_id)
+
+    def fork(self, new_id: str | None = None, *, checkpoint_id: int | None = None) -> Thread:
+        """`Thread.fork`, as this run."""
+        return self.thread.fork(new_id, checkpoint_id=checkpoint_id)
+
+    def update(
+        self, *, label: str | EllipsisType | None = ...,
+        tags: Sequence[str] | EllipsisType | None = ...,
+        metadata: Mapping[str, Any] | EllipsisType | None = ..., status: str | None = None,
+    ) -> None:  # fmt: skip
+        """`Thread.update`, as this run."""
+        self.thread.update(label=label, tags=tags, metadata=metadata, status=status)
+
+    def set_message_tags(self, id: str, tags: Sequence[str] | None) -> None:
+        """`Thread.set_message_tags`, as this run."""
+        self.thread.set_message_tags(id, tags)
+
+    def delete_message(self, id: str) -> None:
+        """`Thread.delete_message`, as this run."""
+        self.thread.delete_message(id)
+
+    def delete(self) -> bool:
+        """`Thread.delete`, as this run, which then has lost the thread."""
+        return self.thread.delete()
+
+
 # ---- Storage -------------------------------------------------------------------------------------
 
 
-_CHUNK_SECS = 0.01  # long work aims at this for one transaction, so that other writers get in
 _IMPORT_ROWS = 1_000
+_BUSY_POLICIES = ("wait", "reject", "interrupt")
 
 
 _STATS = f"""SELECT
@@ -2691,21 +4764,66 @@ def _sqlite_path(url: object, field: str = "url") -> str | None:
     return os.path.abspath(rest[1:])
 
 
-def _in_chunks(step: Callable[[int], int], progress: Progress | None, total: int | None) -> int:
-    """Runs `step(size)`, which does up to *size* rows in a transaction of its own and says how
-    many, until it does none; sizes follow the time that a chunk takes."""
-    done, size = 0, 200
-    while True:
-        started = time.perf_counter()
-        count = step(size)
-        if not count:
-            return done
-        done += count
-        if progress is not None:
-            progress(done, total)
-        spent = time.perf_counter() - started
-        size = max(50, min(20_000, round(size * min(2.0, _CHUNK_SECS / max(spent, 1e-6)))))
-        time.sleep(0.0005)  # lets a waiting writer in
+def _check_retention(given: object) -> Retention:
+    """The rules as a Retention, from one or from a dict with its names."""
+    if given is None:
+        return Retention()
+    names = ("thread_ttl_secs", "keep_checkpoints", "drop_branches")
+    if isinstance(given, Mapping) and set(given) <= set(names):
+        given = Retention(**given)
+    if not isinstance(given, Retention):
+        raise ValidationError(
+            f"retention must be a Retention, or a dict with {', '.join(names)}", field="retention"
+        )
+    if given.thread_ttl_secs is not None:
+        _check_seconds(given.thread_ttl_secs, "retention.thread_ttl_secs")
+    if given.keep_checkpoints is not None and not _check_count(
+        given.keep_checkpoints, "retention.keep_checkpoints"
+    ):
+        raise ValidationError(
+            "retention.keep_checkpoints must be 1 or more", field="retention.keep_checkpoints"
+        )
+    _check_flag(given.drop_branches, "retention.drop_branches")
+    return given
+
+
+def _rederive(
+    step: Callable[[int, int, int], tuple[int, int, int]], total: int, last: int | None,
+    progress: Progress | None,
+) -> int:  # fmt: skip
+    """Goes through the rows in chunks by id; returns how many were changed."""
+    place = changed = 0
+
+    def chunk(size: int) -> int:
+        nonlocal place, changed
+        looked, differed, place = step(place, last or 0, size)
+        changed += differed
+        return looked
+
+    _in_chunks(chunk, progress, total)
+    return changed
+
+
+def _compact(database: _Database) -> CompactReport:
+    """Merges the word indexes, rewrites the file and empties the log."""
+    before = database.size()
+    with database.transaction() as transaction:
+        for kind in _KINDS:
+            transaction.connection.execute(
+                f"INSERT INTO {kind}_words({kind}_words) VALUES ('optimize')"
+            )
+        seq = transaction.next_seq()
+    reason = database.vacuum()
+    if reason is None:
+        with database.transaction() as transaction:
+            if transaction.seq == seq:  # nobody deleted anything meanwhile
+                transaction.unerased = False
+                transaction.stamped = True
+    after = database.size()
+    report: CompactReport = {
+        "bytes_before": before, "bytes_after": after, "erased": reason is None,
+    }  # fmt: skip
+    return report if reason is None else {**report, "reason": reason}
 
 
 class Storage:
@@ -2726,30 +4844,23 @@ class Storage:
     """
 
     def __init__(
-        self,
-        url: str | os.PathLike[str] | None = None,
-        *,
-        encryption_keys: str | None = None,
-        audit: bool = False,
-        retention: Mapping[str, Any] | None = None,
-        on_busy: str = "wait",
-        busy_timeout_secs: float = 60,
-        embedder: object = None,
-        embed: Sequence[str] = ("items", "messages"),
-        durable: bool = True,
-        read_only: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+        self, url: str | os.PathLike[str] | None = None, *, encryption_keys: str | None = None,
+        audit: bool = False, retention: Retention | Mapping[str, Any] | None = None,
+        on_busy: str = "wait", busy_timeout_secs: float = 60, embedder: object = None,
+        embed: Sequence[str] = ("items", "messages"), durable: bool = True,
+        read_only: bool = False, clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         path = _sqlite_path(url)
         _check_flag(audit, "audit")
         unbuilt = {
-            "encryption_keys": encryption_keys, "audit": audit or None, "retention": retention,
-            "embedder": embedder,
+            "encryption_keys": encryption_keys, "audit": audit or None, "embedder": embedder,
         }  # fmt: skip
         for option, given in unbuilt.items():
             if given is not None:
                 raise UnavailableError(f"{option} is not built into this version", field=option)
-        self._on_busy = _check_choice(on_busy, "on_busy", ("wait", "reject", "interrupt"))
+        self._on_busy = _check_choice(on_busy, "on_busy", _BUSY_POLICIES)
+        self._busy_secs = _check_seconds(busy_timeout_secs, "busy_timeout_secs", zero=True)
+        self._retention = _check_retention(retention)
         self._embed = [_check_choice(kind, "embed", ("items", "messages")) for kind in embed]
         if not callable(clock):
             raise ValidationError("clock must be a function that gives seconds", field="clock")
@@ -2759,10 +4870,14 @@ class Storage:
             path,
             durable=_check_flag(durable, "durable"),
             read_only=_check_flag(read_only, "read_only"),
-            busy_secs=_check_seconds(busy_timeout_secs, "busy_timeout_secs", zero=True),
+            busy_secs=self._busy_secs,
             clock=clock,
         )
         self._items = _Items(self._db)
+        self._threads = _Threads(self._db, _Runs(self._db))
+        self._copies = _ThreadCopies(self._db, self._threads)
+        self._edits = _MessageEdits(self._db, self._threads)
+        self._care = _ThreadCare(self._db, self._threads)
 
     def __repr__(self) -> str:
         return f"Storage({self.url!r})"
@@ -2780,6 +4895,7 @@ class Storage:
     def close(self) -> None:
         """Closes the connections, after a write of another worker has ended. Twice is fine."""
         self._db.close()
+        self._threads.runs.close()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -2812,18 +4928,11 @@ class Storage:
     # Facts.
 
     def remember(
-        self,
-        namespace: str,
-        key: str,
-        value: Any,
-        *,
-        ttl_secs: float | None = None,
-        label: str | None = None,
-        description: str | None = None,
-        tags: Sequence[str] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        self, namespace: str, key: str, value: Any, *, ttl_secs: float | None = None,
+        label: str | None = None, description: str | None = None,
+        tags: Sequence[str] | None = None, metadata: Mapping[str, Any] | None = None,
         if_absent: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Saves a fact under *key*; value, time to live and attributes replace what was there.
 
         *value* is any JSON value of at most 1 MiB as text. It is absent from every read *ttl_secs*
@@ -2857,20 +4966,16 @@ class Storage:
             fact = self._items.prepare_mapping(item, f"items[{read}]")
             facts[fact.namespace, fact.key] = fact
             read += 1
-        self._put_all(facts.values())
+        self._items.put_all(facts.values())
         return read
 
     def update(
-        self,
-        namespace: str,
-        key: str,
-        *,
-        label: str | EllipsisType | None = ...,
+        self, namespace: str, key: str, *, label: str | EllipsisType | None = ...,
         description: str | EllipsisType | None = ...,
         tags: Sequence[str] | EllipsisType | None = ...,
         metadata: Mapping[str, Any] | EllipsisType | None = ...,
         ttl_secs: float | EllipsisType | None = ...,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Changes what is given of a live item and nothing else; None clears. Counts as a write.
 
         The value stays, and the expiry unless *ttl_secs* is given. NotFoundError if there is none.
@@ -2898,39 +5003,32 @@ class Storage:
 
     def forget_all(self, namespace: str, *, threads: bool = False) -> int:
         """Deletes the items of a namespace and of those inside it, all at once, for example
-        everything about one person; returns how many were live.
+        everything about one person, with *threads* its threads too; returns how many items were
+        live. A run that holds such a thread loses it.
 
         >>> with Storage() as store:
         ...     store.remember("users/42", "diet", "vegetarian")
         ...     store.forget_all("users/42")
         1
         """
-        if _check_flag(threads, "threads"):
-            raise UnavailableError("threads are not built into this version", field="threads")
-        where = _inside(_check_namespace(namespace), "item")
+        path = _check_namespace(namespace)
+        _check_flag(threads, "threads")
         with self._db.transaction() as transaction:
-            return self._items.delete(transaction, where)[1]
+            if threads:
+                where = _inside(path, "thread")
+                rows = transaction.connection.execute(
+                    f"SELECT id FROM thread WHERE {where.sql}", where.params
+                ).fetchall()
+                self._threads.delete(transaction, [id for (id,) in rows])
+            return self._items.delete(transaction, _inside(path, "item"))[1]
 
     def search(
-        self,
-        namespace: str,
-        text: str | None = None,
-        limit: int | None = 10,
-        *,
-        offset: int = 0,
-        after: Mapping[str, Any] | None = None,
-        mode: str | None = None,
-        tags: Any = None,
-        metadata: Any = None,
-        created: Any = None,
-        modified: Any = None,
-        timezone: str = "UTC",
-        order_by: str = "relevance",
-        order: str = "desc",
-        min_score: float = 0.0,
-        recursive: bool = True,
-        exact: bool = False,
-    ) -> list[Item]:
+        self, namespace: str, text: str | None = None, limit: int | None = 10, *, offset: int = 0,
+        after: Mapping[str, Any] | None = None, mode: str | None = None, tags: Any = None,
+        metadata: Any = None, created: Any = None, modified: Any = None, timezone: str = "UTC",
+        order_by: str = "relevance", order: str = "desc", min_score: float = 0.0,
+        recursive: bool = True, exact: bool = False,
+    ) -> list[Item]:  # fmt: skip
         """Finds live items in *namespace* ("" for the whole store) and those inside it.
 
         Without *text*: all that pass the filters, newest first; *after* is the last record of the
@@ -2964,40 +5062,116 @@ class Storage:
         path = _check_namespace(prefix, "prefix", root=True)
         return self._items.namespaces(path, _check_count(depth, "depth", unlimited=True))
 
+    # Threads.
+
+    def thread(self, thread_id: str, *, namespace: str = "default") -> Thread:
+        """A handle on a thread, which need not exist yet. Reads nothing."""
+        return Thread(self, _check_namespace(namespace), _check_name(thread_id, "thread_id"))
+
+    def create_thread(
+        self, thread_id: str | None = None, *, namespace: str = "default",
+        thread_of: str | None = None, label: str | None = None, tags: Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None, state: Mapping[str, Any] | None = None,
+        messages: Iterable[Mapping[str, Any]] = (),
+    ) -> Thread:  # fmt: skip
+        """Makes a thread, also an empty one; an id is made when none is given. A taken id is a
+        DuplicateError. *thread_of* names its parent, *state* and *messages* are its first save."""
+        now_ms = self._db.now_ms()
+        name = _new_id(now_ms) if thread_id is None else _check_name(thread_id, "thread_id")
+        thread = self.thread(name, namespace=namespace)
+        if thread_of is not None:
+            _check_name(thread_of, "thread_of")
+        attributes = {"label": label, "tags": tags, "metadata": metadata}
+        columns = self._threads.attributes(thread.namespace, name, **attributes)
+        given = list(_check_iterable(messages, "messages"))
+        with self._db.transaction() as transaction:
+            place = (thread.namespace, name)
+            if self._threads.head(transaction.connection, *place) is not None:
+                raise DuplicateError(
+                    f"the id is taken in namespace {thread.namespace!r}", field="thread_id"
+                )
+            self._threads.create(transaction, *place, thread_of=thread_of, columns=columns)
+            if given or state is not None:
+                thread.save(messages=given, state=state)
+        return thread
+
+    def threads(
+        self, namespace: str = "", *, thread_of: str | None = None, status: str | None = None,
+        tags: Any = None, metadata: Any = None, created: Any = None, limit: int | None = 50,
+        after: Mapping[str, Any] | None = None, order: str = "desc",
+    ) -> list[ThreadRecord]:  # fmt: skip
+        """The threads of a namespace and of those inside it, last saved first (*order* "asc":
+        last). Filters as in `search`; *after* is the last record of the page before."""
+        filters = {"tags": tags, "metadata": metadata, "created": created}
+        where = _chosen_threads(self._db.now_ms(), namespace, thread_of, status, filters)
+        return self._threads.page(where, limit, after, order)
+
+    def search_messages(
+        self, text: str | None = None, *, namespace: str = "", thread_id: str | None = None,
+        limit: int | None = 10, offset: int = 0, mode: str | None = None, tags: Any = None,
+        metadata: Any = None, created: Any = None, modified: Any = None, timezone: str = "UTC",
+        role: str | None = None, order_by: str = "relevance", order: str = "desc",
+        min_score: float = 0.0, exact: bool = False,
+    ) -> list[MessageRecord]:  # fmt: skip
+        """Finds messages of current branches, with the ranking and filters of `search`; each
+        record has its `thread_id` and `namespace`, and a `score` when text was given. With
+        *thread_id* only that thread of that very namespace ("" means "default" then).
+
+        >>> with Storage() as store:
+        ...     saved = store.thread("chat").append("user", "My flight leaves on Monday.")
+        ...     [found["thread_id"] for found in store.search_messages("monday flights")]
+        ['chat']
+        """
+        _check_flag(exact, "exact")
+        ask = _check_ask(text, limit, offset, mode, order_by, order, min_score)
+        filters = {
+            "tags": tags, "metadata": metadata, "created": created, "modified": modified,
+            "timezone": timezone,
+        }  # fmt: skip
+        return self._threads.search(ask, namespace, thread_id, role, filters)
+
+    def _busy(self, on_busy: object, busy_timeout_secs: object) -> tuple[str, float]:
+        """What a call does about a busy thread: its own choice, else the store's."""
+        policy, timeout = self._on_busy, self._busy_secs
+        if on_busy is not None:
+            policy = _check_choice(on_busy, "on_busy", _BUSY_POLICIES)
+        if busy_timeout_secs is not None:
+            timeout = _check_seconds(busy_timeout_secs, "busy_timeout_secs", zero=True)
+        return policy, timeout
+
     # Care of the file.
 
     def prune(self, *, progress: Progress | None = None) -> PruneCounts:
-        """Removes the rows of expired items, in chunks: others write meanwhile, and what was done
-        stays done after an interrupt. *progress* is called with (rows done, None)."""
-        deleted = _in_chunks(self._items.prune, progress, None)
-        return {
-            "threads_deleted": 0,
-            "threads_busy": 0,
-            "checkpoints_deleted": 0,
-            "memory_items_deleted": deleted,
-        }
+        """Applies the retention rules once, and removes the rows of expired items.
+
+        Works in chunks: others write meanwhile, and what was done stays done after an interrupt.
+        Running threads are passed over and counted. State and messages at every checkpoint that
+        stays read as before. *progress* is called with (rows done, None).
+
+        >>> with Storage(retention={"keep_checkpoints": 1}) as store:
+        ...     chat = store.thread("chat")
+        ...     saved = [chat.append("user", word) for word in ("one", "two", "three")]
+        ...     store.prune()["checkpoints_deleted"], len(chat.messages())
+        (2, 3)
+        """
+        expired = _in_chunks(self._items.prune, progress, None)
+        counts = self._care.prune(self._retention, progress)
+        return {**counts, "memory_items_deleted": expired}
 
     def stats(self) -> Stats:
         """Counts of rows, bytes in the file and its log (or in memory), and how the store runs.
         `unerased` says that deleted content may still be in the file: `compact` erases it."""
         with self._db.read(snapshot=True) as connection:
             row = connection.execute(_STATS, {"now_ms": self._db.now_ms()}).fetchone()
-        items, messages, threads, checkpoints, vectors, audited, unerased, tokenizer = row
-        return {
-            "items": items,
-            "threads": threads,
-            "checkpoints": checkpoints,
-            "messages": messages,
-            "vectors_stored": vectors,
-            "audit_records": audited,
-            "bytes": self._db.size(),
-            "sealed": False,
-            "durable": self._db.durable,
-            "vectors": None,
-            "unerased": bool(unerased),
+        counts = ("items", "messages", "threads", "checkpoints", "vectors_stored", "audit_records")
+        unerased, tokenizer = row[len(counts) :]
+        stats: dict[str, Any] = dict(zip(counts, row, strict=False)) | {
+            "bytes": self._db.size(), "sealed": False, "durable": self._db.durable,
+            "vectors": None, "unerased": bool(unerased),
             "needs_reindex": tokenizer != _TOKENIZER_VERSION,
             "sqlite_version": sqlite3.sqlite_version,
-        }
+        }  # fmt: skip
+        return cast(Stats, stats)
 
     def check(self) -> list[str]:
         """What is wrong with the file, in words; empty when it is sound.
@@ -3014,6 +5188,7 @@ class Storage:
                     faults.append(f"row {row} of {table} belongs to a {parent} that is not there")
                 for kind in _KINDS:
                     faults += _index_faults(connection, kind)
+                faults += self._care.faults(connection)
                 version = "SELECT value FROM meta WHERE name = 'tokenizer'"
                 if connection.execute(version).fetchone() != (_TOKENIZER_VERSION,):
                     faults.append("the words were made by another version; run reindex()")
@@ -3035,19 +5210,17 @@ class Storage:
             raise UnavailableError("embedder is not built into this version", field="embedder")
         with self._db.read(snapshot=True) as connection:
             faulty = [kind for kind in _KINDS if _index_faults(connection, kind)]
-            total, last = connection.execute("SELECT count(*), max(id) FROM item").fetchone()
-        rebuilt = place = 0
+            sizes = {
+                kind: connection.execute(f"SELECT count(*), max(id) FROM {kind}").fetchone()
+                for kind in _KINDS
+            }
+        rebuilt = 0
         for kind in faulty:
             with self._db.transaction() as transaction:
                 rebuilt += _refill_index(transaction, kind)
-
-        def step(size: int) -> int:
-            nonlocal place, rebuilt
-            looked, changed, place = self._items.reindex(place, last or 0, size)
-            rebuilt += changed
-            return looked
-
-        _in_chunks(step, progress, total)
+        for kind, step in zip(_KINDS, (self._items.reindex, self._care.reindex), strict=True):
+            total, last = sizes[kind]
+            rebuilt += _rederive(step, total, last, progress)
         with self._db.transaction() as transaction:
             transaction.connection.execute(
                 "UPDATE meta SET value = ? WHERE name = 'tokenizer'", (_TOKENIZER_VERSION,)
@@ -3061,24 +5234,7 @@ class Storage:
         as much free disk as the file, and writers wait meanwhile. `erased` is False, with a
         `reason`, when a reader or the disk is in the way; nothing is lost then, call it again.
         """
-        before = self._db.size()
-        with self._db.transaction() as transaction:
-            for kind in _KINDS:
-                transaction.connection.execute(
-                    f"INSERT INTO {kind}_words({kind}_words) VALUES ('optimize')"
-                )
-            seq = transaction.next_seq()
-        reason = self._db.vacuum()
-        if reason is None:
-            with self._db.transaction() as transaction:
-                if transaction.seq == seq:  # nobody deleted anything meanwhile
-                    transaction.unerased = False
-                    transaction.stamped = True
-        after = self._db.size()
-        report: CompactReport = {
-            "bytes_before": before, "bytes_after": after, "erased": reason is None,
-        }  # fmt: skip
-        return report if reason is None else {**report, "reason": reason}
+        return _compact(self._db)
 
     def backup(self, path: str | os.PathLike[str]) -> None:
         """Writes a consistent copy to *path*, mode 0600, while others write; refuses a file that
@@ -3089,29 +5245,31 @@ class Storage:
         self._db.copy_to(target)
 
     def export(self, namespace: str = "") -> Iterator[dict[str, Any]]:
-        """The live items of a namespace and of those inside it as JSON-ready dicts, in clear,
-        sorted by namespace and key. Read in pages: what others write meanwhile may or may not be
-        in it, nothing comes twice."""
-        return self._items.export(_inside(_check_namespace(namespace, root=True), "item"))
+        """The live items and whole threads of a namespace and of those inside it as JSON-ready
+        dicts, in clear, sorted by namespace and key. Read in pages: what others write meanwhile
+        may or may not be in it, nothing comes twice."""
+        path = _check_namespace(namespace, root=True)
+        items, threads = _inside(path, "item"), _inside(path, "thread")
+        return itertools.chain(self._items.export(items), self._copies.export(threads))
 
     def import_items(self, items: Iterable[Mapping[str, Any]]) -> int:
-        """Writes what `export` gave, times and expiry kept, existing keys replaced; returns how
-        many were read. In transactions of 1,000, each all or nothing."""
+        """Writes what `export` gave, times and expiry kept, existing keys and threads replaced;
+        returns how many were read. In transactions of 1,000 items or one thread, each all or
+        nothing."""
         facts: list[_Fact] = []
         read = 0
         for item in _check_iterable(items, "items"):
             place = f"items[{read}]"
-            if not isinstance(item, Mapping) or item.get("kind") != "item":
+            kind = item.get("kind") if isinstance(item, Mapping) else None
+            if kind == "thread":
+                self._copies.replace(item, place)
+            elif kind == "item":
+                facts.append(self._items.prepare_export(item, place))
+            else:
                 raise ValidationError(f"{place} must be a dict that export gave", field=place)
-            facts.append(self._items.prepare_export(item, place))
             read += 1
             if len(facts) == _IMPORT_ROWS:
-                self._put_all(facts)
+                self._items.put_all(facts)
                 facts.clear()
-        self._put_all(facts)
+        self._items.put_all(facts)
         return read
-
-    def _put_all(self, facts: Collection[_Fact]) -> None:
-        with self._db.transaction() as transaction:
-            for fact in facts:
-                self._items.put(transaction, fact)

@@ -57,7 +57,7 @@ def test_every_public_method_of_a_storage_is_in_the_readme():
 
 
 def test_every_option_of_a_storage_is_in_the_readme():
-    options = ["url", "busy_timeout_secs", "durable", "read_only", "clock"]
+    options = ["url", "on_busy", "busy_timeout_secs", "retention", "durable", "read_only", "clock"]
     assert [name for name in options if not re.search(rf"\b{name}\b", README)] == []
 
 
