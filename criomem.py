@@ -1876,7 +1876,8 @@ class _Database:
         return connection
 
     def _configure(self, connection: sqlite3.Connection, writing: bool) -> None:
-        run = connection.execute
+        # Even a pragma may meet a lock, while another process makes the file.
+        run = functools.partial(self._retry_busy, connection)
         run("PRAGMA temp_store = MEMORY")  # no content in temporary files
         run("PRAGMA trusted_schema = OFF")  # a planted view or trigger calls no function
         run("PRAGMA cell_size_check = ON")
