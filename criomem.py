@@ -1483,6 +1483,24 @@ def _create_file(path: str, *, read_only: bool) -> None:
 
 
 def _look_before_opening(path: str, *, read_only: bool) -> None:
+    """Refuses what is not ours, looking again while another process is making the file."""
+    while True:
+        before = _signature(path)
+        try:
+            _refuse_foreign(path, read_only=read_only)
+            return
+        except (StorageError, sqlite3.DatabaseError):
+            time.sleep(0.02)
+            if _signature(path) == before:
+                raise
+
+
+def _signature(path: str) -> tuple[int, int, bool]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, os.path.exists(path + "-wal")
+
+
+def _refuse_foreign(path: str, *, read_only: bool) -> None:
     """Refuses what is not ours with its bytes unchanged: first by the header, then through a
     read-only connection, since opening for writing folds a left-over log into the file."""
     try:
