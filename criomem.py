@@ -1360,6 +1360,10 @@ _DROP_WORDS = {
     for kind in _KINDS
 }
 
+# A worker that waited this long for its turn goes before those that come new; before that, letting
+# the newest go on is faster than waking the one that waits.
+_PATIENCE_SECS = 0.005
+
 # A forked child must never close its parent's connections; it keeps them here, unused.
 _inherited: list[sqlite3.Connection] = []
 
@@ -1375,10 +1379,11 @@ class _Turn:
     """One worker's turn with the writing connection. It lasts while `held` is locked: a `with` of
     a lock ends in C, so no signal can keep a turn from ending."""
 
-    __slots__ = ("held", "pid", "worker")
+    __slots__ = ("held", "pid", "since", "worker")
 
     def __init__(self) -> None:
         self.held = threading.Lock()
+        self.since = 0.0
         self.pid = os.getpid()
         self.worker = threading.get_ident()
 
@@ -1570,6 +1575,7 @@ class _Database:
         self._forked_inside = False
         self._lock = threading.Lock()  # entered by itself: a Condition's `with` is Python code
         self._gate = threading.Condition(self._lock)
+        self._line: list[_Turn] = []
         self._turn: _Turn | None = None
         self._pool: list[sqlite3.Connection] = []
         self._writer: sqlite3.Connection | None = None
@@ -1794,8 +1800,8 @@ class _Database:
         with turn.held:
             try:
                 with self._lock:
-                    if self._is_taken():
-                        self._await_turn()
+                    if self._must_wait(turn):
+                        self._await_turn(turn)
                     self._turn = turn
                 if self.closed:  # meanwhile
                     self.ready()
@@ -1804,24 +1810,31 @@ class _Database:
                 with self._lock:
                     if self._turn is turn:
                         self._turn = None
-                        self._gate.notify()
+                        self._gate.notify_all()
 
-    def _is_taken(self) -> bool:
-        return self._turn is not None and self._turn.held.locked()
+    def _must_wait(self, turn: _Turn) -> bool:
+        """Whether another has the turn, or has waited for it long enough to go first."""
+        if self._turn is not None and self._turn.held.locked():
+            return True
+        while self._line and not self._line[0].held.locked():  # a signal took it out of the line
+            self._line.pop(0)
+        if not self._line or self._line[0] is turn:
+            return False
+        return time.monotonic() - self._line[0].since > _PATIENCE_SECS
 
-    def _await_turn(self) -> None:
-        deadline = time.monotonic() + self._busy_secs
+    def _await_turn(self, turn: _Turn) -> None:
+        turn.since = time.monotonic()
+        self._line.append(turn)
         try:
-            while self._is_taken():
-                if time.monotonic() >= deadline:
+            while self._must_wait(turn):
+                if time.monotonic() - turn.since >= self._busy_secs:
                     raise StorageError(
                         f"another worker has held the store for {self._busy_secs:g} s; "
                         "keep transactions short or raise busy_timeout_secs"
                     )
                 self._gate.wait(0.05)  # a turn that a signal ended wakes nobody
-        except BaseException:
-            self._gate.notify()  # the turn may have been this worker's
-            raise
+        finally:
+            self._line.remove(turn)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         if connection.in_transaction:  # a signal kept the last holder from its rollback
